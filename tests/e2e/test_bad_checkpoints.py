@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.lib import checkpoints, vllm_runner
+from tests.lib.served import Results, job
 
 pytest.importorskip("vllm", reason="loading needs vLLM")
 
@@ -96,57 +98,48 @@ ONLINE = {"quantization": "mxfp8", "quantization_config": {"ignore": ["lm_head",
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("bad")
+def outcomes(folder: Path) -> Results:
     plain = checkpoints.write_checkpoint(folder / "plain")
     made = {}
     for number, (name, (change, _)) in enumerate(FAULTS.items()):
         path = checkpoints.rewrite_tensors(plain, folder / str(number), change)
-        made[name] = {"checkpoint": str(path), "dtype": "bfloat16", "prompt": [5, 6, 7], "tokens": 1}
+        made[name] = job(path, "bfloat16", 1)
     plain = checkpoints.write_checkpoint(folder / "16bit", format="bf16")
     for number, (name, (change, _)) in enumerate(ONLINE_FAULTS.items()):
         path = checkpoints.rewrite_tensors(plain, folder / f"online{number}", change)
-        job = {"checkpoint": str(path), "dtype": "bfloat16", "prompt": [5, 6, 7], "tokens": 1}
-        made[f"online {name}"] = {**job, "engine": ONLINE}
+        made[f"online {name}"] = job(path, "bfloat16", 1, engine=ONLINE)
         if name in ("missing weight", "no down projections"):
-            made[f"mxfp4 {name}"] = {**job, "online_experts": "kMxfp4Static"}
+            made[f"mxfp4 {name}"] = job(path, "bfloat16", 1, online_experts="kMxfp4Static")
     gpt_oss = checkpoints.write_checkpoint(folder / "gpt_oss", arch="gpt_oss", format="bf16")
-    made["gpt_oss"] = {"checkpoint": str(gpt_oss), "dtype": "bfloat16", "prompt": [5, 6, 7], "tokens": 1}
-    made["gpt_oss"]["online_experts"] = "kMxfp4Static"
+    made["gpt_oss"] = job(gpt_oss, "bfloat16", 1, online_experts="kMxfp4Static")
     return vllm_runner.run("run_generate.py", made, folder)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, message) in FAULTS.items() if message])
-def test_a_damaged_checkpoint_is_refused_with_the_tensor_and_the_numbers(
-    outcomes: dict[str, dict[str, Any]], name: str
-) -> None:
+def test_a_damaged_checkpoint_is_refused_with_the_tensor_and_the_numbers(outcomes: Results, name: str) -> None:
     assert FAULTS[name][1] in outcomes[name]["error"]
     assert LAYER in outcomes[name]["error"]
 
 
 @pytest.mark.parametrize("name", ONLINE_FAULTS)
-def test_so_is_one_that_is_quantized_while_it_loads(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+def test_so_is_one_that_is_quantized_while_it_loads(outcomes: Results, name: str) -> None:
     assert ONLINE_FAULTS[name][1] in outcomes[f"online {name}"]["error"]
     assert LAYER in outcomes[f"online {name}"]["error"]
 
 
-def test_and_one_that_becomes_mxfp4(outcomes: dict[str, dict[str, Any]]) -> None:
+def test_and_one_that_becomes_mxfp4(outcomes: Results) -> None:
     missing, nothing = outcomes["mxfp4 missing weight"]["error"], outcomes["mxfp4 no down projections"]["error"]
     assert "1 of" not in missing and "are NaN" in missing and LAYER in missing
     assert ONLINE_FAULTS["no down projections"][1] in nothing
 
 
-def test_a_model_with_its_own_loader_is_not_quantized_online(
-    outcomes: dict[str, dict[str, Any]],
-) -> None:
+def test_a_model_with_its_own_loader_is_not_quantized_online(outcomes: Results) -> None:
     """vLLM loads a gpt-oss in 16 bits by copying into the parameters, which have no memory yet."""
     error = outcomes["gpt_oss"]["error"]
     assert "model.layers.0.mlp.experts: nothing was loaded into w13_weight, w2_weight" in error
     assert "the model's loader bypasses vLLM's weight loader, which quantization and reload need" in error
 
 
-def test_scales_stored_as_e8m0_numbers_are_the_bytes_that_they_are(
-    outcomes: dict[str, dict[str, Any]],
-) -> None:
+def test_scales_stored_as_e8m0_numbers_are_the_bytes_that_they_are(outcomes: Results) -> None:
     assert "error" not in outcomes["scale as e8m0"]
-    assert outcomes["scale as e8m0"]["tokens"] == [8]
+    assert outcomes["scale as e8m0"]["tokens"] == [11]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.lib import checkpoints, reference, vllm_runner
-from tests.lib.served import LAYERS, LOGIT, difference, tolerance
+from tests.lib.served import LAYERS, LOGIT, Expected, Results, assert_says, tolerance
 
 pytest.importorskip("vllm", reason="models are served")
 
@@ -36,11 +36,10 @@ FEATURES = (
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(folder: Path) -> dict[str, Path]:
     """Two models, and the first with the attention of the second."""
     from safetensors.torch import load_file
 
-    folder = tmp_path_factory.mktemp("models")
     made = {
         name: checkpoints.write_checkpoint(folder / name, quantize_linears=False, seed=seed)
         for seed, name in enumerate(("plain", "other"))
@@ -54,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
     paths = {"checkpoint": str(models["plain"]), "other": str(models["other"])}
     jobs = {name: {"feature": name, "prompt": PROMPT, "tokens": TOKENS, **paths} for name in FEATURES}
     # On a CPU vLLM's substitutes for Triton kernels of drafts are registered once: no second engine starts after them.
@@ -67,14 +66,12 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def expected(models: dict[str, Path]) -> dict[str, reference.Continuation]:
+def expected(models: dict[str, Path]) -> Expected:
     return {name: reference.greedy(reference.load_transformers(path), PROMPT, TOKENS) for name, path in models.items()}
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_what_is_said_equals_transformers(
-    found: dict[str, dict[str, Any]], expected: dict[str, reference.Continuation], feature: str
-) -> None:
+def test_what_is_said_equals_transformers(found: Results, expected: Expected, feature: str) -> None:
     result = found[feature]
     assert "error" not in result, result["error"]
     assert result.get("served", LAYERS) == LAYERS
@@ -82,30 +79,27 @@ def test_what_is_said_equals_transformers(
     pairs += [(each, expected[OTHER[feature]]) for each in result.get("said_other", ())]
     assert pairs or feature in ("prompt_logprobs", "embeddings")
     for said, continuation in pairs:
-        assert difference(said, continuation, PROMPT) <= tolerance("float32")
-        assert said["tokens"] == continuation.tokens
+        assert_says(said, continuation, tolerance("float32"), PROMPT)
 
 
-def test_the_models_can_be_told_apart(expected: dict[str, reference.Continuation]) -> None:
+def test_the_models_can_be_told_apart(expected: Expected) -> None:
     start = len(PROMPT) - 1
     for one, two in (("plain", "other"), ("plain", "mixed"), ("other", "mixed")):
         apart = np.abs(expected[one].logprobs[start] - expected[two].logprobs[start]).max()
         assert apart > 2 * tolerance("float32")
 
 
-def test_the_prompts_second_time_comes_from_the_cache(found: dict[str, dict[str, Any]]) -> None:
+def test_the_prompts_second_time_comes_from_the_cache(found: Results) -> None:
     assert found["prefix_caching"]["cached"] == 32
 
 
-def test_logprobs_of_the_prompt(found: dict[str, dict[str, Any]], expected: dict[str, reference.Continuation]) -> None:
+def test_logprobs_of_the_prompt(found: Results, expected: Expected) -> None:
     rows = np.array(found["prompt_logprobs"]["prompt_logprobs"])
     theirs = expected["plain"].logprobs[: len(PROMPT) - 1]
     assert rows.shape == theirs.shape and np.abs(rows - theirs).max() <= tolerance("float32")
 
 
-def test_an_embedding_is_the_normalized_last_hidden_state(
-    found: dict[str, dict[str, Any]], models: dict[str, Path]
-) -> None:
+def test_an_embedding_is_the_normalized_last_hidden_state(found: Results, models: dict[str, Path]) -> None:
     model: Any = reference.load_transformers(models["plain"])
     with torch.no_grad():
         state = model.model(torch.tensor([PROMPT]), use_cache=False).last_hidden_state[0, -1].double().numpy()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.lib import checkpoints, reference, vllm_runner
-from tests.lib.served import PROMPT, difference, tolerance
+from tests.lib.served import PROMPT, Expected, Results, assert_says, difference, job, tolerance
 from vllm_moe_oracle.devices.detect import detect
 
 pytest.importorskip("vllm", reason="serving needs vLLM")
@@ -51,11 +51,6 @@ FAULTS: dict[str, Edit] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gpt_oss")
-
-
-@pytest.fixture(scope="module")
 def models(folder: Path) -> dict[str, Path]:
     right = checkpoints.write_checkpoint(folder / "right", arch="gpt_oss", format="mxfp4", size=SIZE)
     halves = checkpoints.write_checkpoint(folder / "halves", format="mxfp4", size=SIZE)
@@ -70,12 +65,8 @@ def models(folder: Path) -> dict[str, Path]:
     return made
 
 
-def job(checkpoint: Path, dtype: str = "float32", tokens: int = TOKENS) -> dict[str, Any]:
-    return {"checkpoint": str(checkpoint), "dtype": dtype, "prompt": PROMPT, "tokens": tokens}
-
-
 @pytest.fixture(scope="module")
-def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
+def served(models: dict[str, Path], folder: Path) -> Results:
     """Every job of this file in one process: importing vLLM is most of the time."""
     jobs = {
         "float32": job(models["right"]),
@@ -87,7 +78,7 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def expected(models: dict[str, Path]) -> dict[str, reference.Continuation]:
+def expected(models: dict[str, Path]) -> Expected:
     return {
         name: reference.greedy(reference.load_transformers(models[name]), PROMPT, TOKENS)
         for name in ("right", "halves")
@@ -99,25 +90,18 @@ def expected(models: dict[str, Path]) -> dict[str, reference.Continuation]:
     [("float32", "right", "float32"), ("bfloat16", "right", "bfloat16"), ("halves", "halves", "float32")],
 )
 def test_tokens_and_logprobs_equal_transformers(
-    served: dict[str, dict[str, Any]],
-    expected: dict[str, reference.Continuation],
-    name: str,
-    model: str,
-    dtype: str,
+    served: Results, expected: Expected, name: str, model: str, dtype: str
 ) -> None:
-    assert difference(served[name], expected[model]) <= tolerance(dtype)
-    assert served[name]["tokens"] == expected[model].tokens
+    assert_says(served[name], expected[model], tolerance(dtype))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_injected_fault_does_not_go_unnoticed(
-    served: dict[str, dict[str, Any]], expected: dict[str, reference.Continuation], fault: str
-) -> None:
+def test_an_injected_fault_does_not_go_unnoticed(served: Results, expected: Expected, fault: str) -> None:
     assert difference(served[fault], expected["right"]) > tolerance("float32")
 
 
 @pytest.mark.parametrize("name", ["float32", "halves"])
-def test_every_moe_layer_runs_through_the_oracle(served: dict[str, dict[str, Any]], name: str) -> None:
+def test_every_moe_layer_runs_through_the_oracle(served: Results, name: str) -> None:
     record = served[name]["layers"]
     assert record["served"] == SIZE.layers
     (group,) = record["groups"]
@@ -129,9 +113,7 @@ def test_every_moe_layer_runs_through_the_oracle(served: dict[str, dict[str, Any
     assert (problem["hidden_size"], problem["intermediate_size"]) == (SIZE.hidden, SIZE.intermediate)
 
 
-def test_bfloat16_runs_vllms_cpu_kernel_where_the_cpu_can(
-    served: dict[str, dict[str, Any]],
-) -> None:
+def test_bfloat16_runs_vllms_cpu_kernel_where_the_cpu_can(served: Results) -> None:
     """Its class in stock vLLM asks for AMX, the operator does not."""
     (group,) = served["bfloat16"]["layers"]["groups"]
     able = {"avx512f", "avx512_bf16"} <= set(detect().features)
@@ -139,7 +121,7 @@ def test_bfloat16_runs_vllms_cpu_kernel_where_the_cpu_can(
 
 
 @pytest.fixture(scope="module")
-def stock(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def stock(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
     """The same checkpoint in vLLM without plugins."""
     jobs = {dtype: job(models["right"], dtype, tokens=1) for dtype in ("float32", "bfloat16")}
     return vllm_runner.run("run_generate.py", jobs, tmp_path_factory.mktemp("stock"), VLLM_PLUGINS="")

@@ -5,14 +5,14 @@ transformers: tensor parallelism that gives the second rank fewer blocks of scal
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.lib import checkpoints, reference, vllm_runner
+from tests.lib.served import PROMPT, assert_says, job, tolerance
 
 pytest.importorskip("vllm", reason="models are served")
 
@@ -20,22 +20,18 @@ pytestmark = pytest.mark.full
 
 # 3 blocks are 2 and 1 on two ranks.
 SIZE = replace(checkpoints.Size(), top_k=4, intermediate=96)
-PROMPT = [5, 6, 7, 8, 9, 10]
 TOKENS = 4
 RANKS = 2
-TOLERANCE = 2 * 6.0 * math.sqrt(12 * SIZE.layers + 2) * (1 + math.sqrt(SIZE.hidden)) * 2.0**-24
-"""As in `test_gpt_oss`; the sum over ranks is one of the results that are rounded."""
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def outcome(folder: Path) -> dict[str, Any]:
     """What was served, what transformers says, and what each rank reported of its layers."""
-    folder = tmp_path_factory.mktemp("gpt_oss_ranks")
     model = checkpoints.write_checkpoint(folder / "model", arch="gpt_oss", format="mxfp4", size=SIZE)
-    job = {"checkpoint": str(model), "dtype": "float32", "prompt": PROMPT, "tokens": TOKENS, "oracle": {}}
+    engine = {"tensor_parallel_size": RANKS}
     jobs = {
-        "rows": {**job, "engine": {"tensor_parallel_size": RANKS}},
-        "experts": {**job, "engine": {"tensor_parallel_size": RANKS, "enable_expert_parallel": True}},
+        "rows": job(model, tokens=TOKENS, engine=engine),
+        "experts": job(model, tokens=TOKENS, engine=engine | {"enable_expert_parallel": True}),
     }
     report = folder / "report.jsonl"
     # One core for each rank: vLLM binds them to NUMA nodes of their own otherwise.
@@ -52,14 +48,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["rows", "experts"])
 def test_tokens_and_logprobs_equal_transformers(outcome: dict[str, Any], name: str) -> None:
-    result, expected = outcome["said"][name], outcome["expected"]
-    assert "error" not in result, result["error"]
-    start = len(PROMPT) - 1
-    found = np.array(result["logprobs"])
-    largest = float(np.abs(found - expected.logprobs[start : start + TOKENS]).max())
-    print(f"largest difference of a logprob {largest:.2e}, allowed {TOLERANCE:.2e}")
-    assert largest <= TOLERANCE
-    assert result["tokens"] == expected.tokens
+    """The sum over ranks is one of the results that are rounded."""
+    assert_says(outcome["said"][name], outcome["expected"], tolerance("float32"))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 from tests.lib import checkpoints, integer_checkpoints, reference, vllm_runner
 from tests.lib.cases import problem
 from tests.lib.integer_checkpoints import Integers
-from tests.lib.served import HIDDEN, LAYERS, PROMPT, difference, tolerance
+from tests.lib.served import HIDDEN, LAYERS, PROMPT, Results, assert_says, difference, job, tolerance
 from vllm_moe_oracle.core.problem import Scheme
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import default_registry
@@ -109,11 +108,6 @@ WRONG: dict[str, tuple[str, Edit | None, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("integers")
-
-
-@pytest.fixture(scope="module")
 def models(folder: Path) -> dict[str, Path]:
     plain = checkpoints.write_checkpoint(folder / "plain", format="bf16", dtype="float32")
     made = {
@@ -132,17 +126,15 @@ def models(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
+def served(models: dict[str, Path], folder: Path) -> Results:
     """Every job of this file in one process: importing vLLM is most of the time."""
     jobs = {}
     for name, path in models.items():
         kind = name if name in KINDS else {**DAMAGED, **WRONG}[name][0]
         quantization = KINDS[kind][1]
         engine = {"engine": {"quantization": quantization}} if quantization else {}
-        jobs[name] = {
-            "checkpoint": str(path), "dtype": "float32", "prompt": PROMPT, "tokens": TOKENS if name in KINDS else 1,
-            "oracle": {"backend": "emulation"}, **engine,
-        }  # fmt: skip
+        tokens = TOKENS if name in KINDS else 1
+        jobs[name] = job(path, tokens=tokens, oracle={"backend": "emulation"}, **engine)
     if not operator_missing():
         oracle = {"backend": "cpu_int4", "allow_activation_quantization": True, "self_check": "strict"}
         for kind in OPERATOR:
@@ -159,48 +151,16 @@ def operator_missing() -> list[str]:
     return [str(each) for each in default_registry()["cpu_int4"].check(allowed, detect.detect()).reasons]
 
 
-def with_biases(checkpoint: Path) -> torch.nn.Module:
-    """Float32 transformers whose experts the float64 reference computes, with the biases of the file."""
-    weights = reference.read_weights(checkpoint)
-    plain = checkpoint.with_name(f"{checkpoint.name}-unbiased")
-    without = checkpoints.rewrite_tensors(
-        checkpoint, plain, lambda tensors: [tensors.pop(n) for n in list(tensors) if n.endswith("_proj.bias")]
+def expected(checkpoint: Path) -> reference.Continuation:
+    return reference.greedy(
+        reference.load_transformers(checkpoint.with_name(f"{checkpoint.name}-exact")), PROMPT, TOKENS
     )
-    model = reference.load_transformers(without)
-    for name, module in model.named_modules():
-        if getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3:
-            module.forward = partial(_biased, module, name, weights)  # type: ignore[method-assign]
-    return model
-
-
-def _biased(
-    module: Any, name: str, weights: dict[str, Any], hidden: torch.Tensor, index: torch.Tensor, shares: torch.Tensor
-) -> torch.Tensor:
-    experts = range(module.gate_up_proj.shape[0])
-    first = [
-        np.concatenate([weights[f"{name}.{expert}.{half}_proj.bias"] for half in ("gate", "up")]) for expert in experts
-    ]
-    second = [weights[f"{name}.{expert}.down_proj.bias"] for expert in experts]
-    matrices = module.gate_up_proj.detach().numpy(), module.down_proj.detach().numpy()
-    y = reference.moe(
-        hidden.numpy(), *matrices, index.numpy(), shares.float().numpy(), b13=np.stack(first), b2=np.stack(second)
-    )
-    return torch.from_numpy(y).to(hidden.dtype)
-
-
-def expected(checkpoint: Path, biased: bool = False) -> reference.Continuation:
-    twin = checkpoint.with_name(f"{checkpoint.name}-exact")
-    return reference.greedy(with_biases(twin) if biased else reference.load_transformers(twin), PROMPT, TOKENS)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_tokens_and_logprobs_equal_transformers(
-    served: dict[str, dict[str, Any]], models: dict[str, Path], name: str
-) -> None:
+def test_tokens_and_logprobs_equal_transformers(served: Results, models: dict[str, Path], name: str) -> None:
     how = KINDS[name][0]
-    wanted = expected(models[name], how.bias)
-    assert difference(served[name], wanted) <= TOLERANCE
-    assert served[name]["tokens"] == wanted.tokens
+    assert_says(served[name], expected(models[name]), TOLERANCE)
     layers = served[name]["layers"]
     assert layers["served"] == LAYERS
     (group,) = layers["groups"]
@@ -210,24 +170,18 @@ def test_tokens_and_logprobs_equal_transformers(
 
 
 @pytest.mark.parametrize("fault", DAMAGED)
-def test_a_damaged_checkpoint_is_refused_with_the_tensor_and_the_numbers(
-    served: dict[str, dict[str, Any]], fault: str
-) -> None:
+def test_a_damaged_checkpoint_is_refused_with_the_tensor_and_the_numbers(served: Results, fault: str) -> None:
     assert DAMAGED[fault][2] in served[fault]["error"]
     assert LAYER in served[fault]["error"]
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_an_injected_fault_does_not_go_unnoticed(
-    served: dict[str, dict[str, Any]], models: dict[str, Path], fault: str
-) -> None:
+def test_an_injected_fault_does_not_go_unnoticed(served: Results, models: dict[str, Path], fault: str) -> None:
     assert difference(served[fault], expected(models[WRONG[fault][0]])) > TOLERANCE
 
 
 @pytest.mark.parametrize("kind", OPERATOR)
-def test_vllms_int4_operator_serves_them_without_amx(
-    served: dict[str, dict[str, Any]], models: dict[str, Path], kind: str
-) -> None:
+def test_vllms_int4_operator_serves_them_without_amx(served: Results, models: dict[str, Path], kind: str) -> None:
     if missing := operator_missing():
         pytest.skip(f"here it is refused: {missing}")
     result = served[f"{kind} by the operator"]
@@ -236,7 +190,7 @@ def test_vllms_int4_operator_serves_them_without_amx(
     assert group["decision"]["backend"] == "cpu_int4" and "int8 per token" in group["decision"]["numerics"]
 
 
-def test_a_fault_shows_with_the_operator_too(served: dict[str, dict[str, Any]], models: dict[str, Path]) -> None:
+def test_a_fault_shows_with_the_operator_too(served: Results, models: dict[str, Path]) -> None:
     if missing := operator_missing():
         pytest.skip(f"here it is refused: {missing}")
     result = served["gate and up swapped in gptq by the operator"]

@@ -14,17 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.lib import checkpoints, integer_checkpoints, reference, releases
 from tests.lib.integer_checkpoints import Integers
+from tests.lib.served import PROMPT, Expected, assert_says, job, tolerance
 from vllm_moe_oracle.compat import CPU_RELEASES
 
 pytestmark = pytest.mark.matrix
 
 GENERATE = Path(__file__).with_name("run_generate.py")
-PROMPT = [5, 6, 7, 8, 9, 10]
 TOKENS = 6
 INTEGERS = {
     "gptq": Integers("gptq", zero_points=True, act_order="group"),
@@ -37,8 +36,7 @@ JOBS = (("mxfp8", "float32"), ("mxfp8", "bfloat16"), ("gpt_oss", "bfloat16"), *(
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("matrix")
+def models(folder: Path) -> dict[str, Path]:
     size = replace(checkpoints.Size(), top_k=4)
     gpt_oss = checkpoints.write_checkpoint(folder / "gpt_oss", arch="gpt_oss", format="mxfp4", size=size)
     plain = checkpoints.write_checkpoint(folder / "unquantized", format="bf16", dtype="float32")
@@ -47,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def expected(models: dict[str, Path]) -> dict[str, reference.Continuation]:
+def expected(models: dict[str, Path]) -> Expected:
     return {
         name: reference.greedy(
             reference.load_transformers(
@@ -66,11 +64,15 @@ def served(request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_fac
     release = request.param
     python = releases.environment(release)
     folder = tmp_path_factory.mktemp(release)
-    job = {"prompt": PROMPT, "tokens": TOKENS, "oracle": {"activations": "16bit"}}
-    jobs = [{**job, "checkpoint": str(models[model]), "dtype": dtype} for model, dtype in JOBS]
-    for each, (model, _) in zip(jobs, JOBS, strict=True):
-        if model in INTEGERS:
-            each["oracle"] = {"backend": "emulation"}
+    jobs = [
+        job(
+            models[model],
+            dtype,
+            TOKENS,
+            oracle={"backend": "emulation"} if model in INTEGERS else {"activations": "16bit"},
+        )
+        for model, dtype in JOBS
+    ]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     path = [str(releases.entry_points(folder / "metadata")), str(releases.ROOT)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "VLLM_PLUGINS": "moe_oracle"}
@@ -86,9 +88,7 @@ def served(request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_fac
     return release, json.loads((folder / "results.json").read_text())
 
 
-def test_each_release_gives_the_tokens_of_transformers(
-    served: Any, expected: dict[str, reference.Continuation]
-) -> None:
+def test_each_release_gives_the_tokens_of_transformers(served: Any, expected: Expected) -> None:
     release, results = served
     for (model, dtype), result in zip(JOBS, results, strict=True):
         assert "error" not in result, (model, dtype, result["error"])
@@ -96,9 +96,5 @@ def test_each_release_gives_the_tokens_of_transformers(
         layers = result["layers"]
         assert layers["vllm"].split("+")[0] == release
         assert (layers["served"], layers["moe_layers"]) in ((2, 2), (2, 0)), layers
-    start = len(PROMPT) - 1
-    for (model, dtype), result in zip(JOBS, results, strict=True):
         if dtype == "float32":
-            wanted = expected[model].logprobs[start : start + TOKENS]
-            # float32 on both sides; the bound of `test_served_model` for that is larger.
-            assert np.abs(np.array(result["logprobs"]) - wanted).max() < 1e-3, model
+            assert_says(result, expected[model], tolerance(dtype))

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from tests.lib import checkpoints, reference, vllm_runner
+from tests.lib.served import PROMPT, Results, assert_says, job, tolerance
 
 pytest.importorskip("vllm", reason="serving needs vLLM")
 
 pytestmark = pytest.mark.full
 
-PROMPT = [5, 6, 7, 8, 9, 10]
 TOKENS = 4
 EXACT = {"activations": "16bit", "backend": "emulation"}
 GROUP = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
@@ -59,11 +59,6 @@ QUARK = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("mxfp4_tools")
-
-
-@pytest.fixture(scope="module")
 def models(folder: Path) -> dict[str, Path]:
     plain = checkpoints.write_checkpoint(folder / "plain", format="bf16")
 
@@ -94,23 +89,17 @@ def models(folder: Path) -> dict[str, Path]:
     }
 
 
-def job(checkpoint: Path, oracle: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {
-        "checkpoint": str(checkpoint), "dtype": "float32", "prompt": PROMPT, "tokens": TOKENS, "oracle": oracle, **more
-    }  # fmt: skip
-
-
 @pytest.fixture(scope="module")
-def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
+def served(models: dict[str, Path], folder: Path) -> Results:
     """Every job of this file in one process: importing vLLM is most of the time."""
-    online = {"online_experts": "kMxfp4Static", "dtype": "bfloat16"}
+    online: dict[str, Any] = {"online_experts": "kMxfp4Static", "dtype": "bfloat16"}
     jobs = {
-        **{name: job(models[name], EXACT) for name in ("tagged", "tagged but for a layer", "compressed")},
-        "quark": job(models["quark"], EXACT, dtype="bfloat16"),
-        "tagged in bfloat16": job(models["tagged"], EXACT, dtype="bfloat16"),
-        "online": job(models["plain"], {**EXACT, "mxfp4_scale_rule": "floor"}, **online),
-        "online as vLLM": job(models["plain"], EXACT, **online),
-        "online W4A4": job(models["plain"], {"backend": "emulation"}, **online),
+        **{name: job(models[name], oracle=EXACT) for name in ("tagged", "tagged but for a layer", "compressed")},
+        "quark": job(models["quark"], "bfloat16", oracle=EXACT),
+        "tagged in bfloat16": job(models["tagged"], "bfloat16", oracle=EXACT),
+        "online": job(models["plain"], oracle={**EXACT, "mxfp4_scale_rule": "floor"}, **online),
+        "online as vLLM": job(models["plain"], oracle=EXACT, **online),
+        "online W4A4": job(models["plain"], oracle={"backend": "emulation"}, **online),
     }
     return vllm_runner.run("run_generate.py", jobs, folder)
 
@@ -118,9 +107,7 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "other"), [("compressed", "tagged"), ("quark", "tagged in bfloat16"), ("online", "tagged in bfloat16")]
 )
-def test_layers_hold_and_say_what_the_tagged_checkpoint_s_do(
-    served: dict[str, dict[str, Any]], name: str, other: str
-) -> None:
+def test_layers_hold_and_say_what_the_tagged_checkpoint_s_do(served: Results, name: str, other: str) -> None:
     for each in (name, other):
         assert "error" not in served[each], served[each]["error"]
         assert served[each]["layers"]["served"] == 2
@@ -133,21 +120,13 @@ def test_layers_hold_and_say_what_the_tagged_checkpoint_s_do(
 
 
 @pytest.mark.parametrize("name", ["tagged", "tagged but for a layer"])
-def test_the_tagged_checkpoint_says_what_transformers_says(
-    models: dict[str, Path], served: dict[str, dict[str, Any]], name: str
-) -> None:
-    assert "error" not in served[name], served[name]["error"]
+def test_the_tagged_checkpoint_says_what_transformers_says(models: dict[str, Path], served: Results, name: str) -> None:
     assert served[name]["layers"]["served"] == (1 if "but" in name else 2)
     model = reference.load_transformers(models[name])
-    expected = reference.greedy(model, PROMPT, TOKENS)
-    assert served[name]["tokens"] == expected.tokens
-    start = len(PROMPT) - 1
-    found = np.array(served[name]["logprobs"])
-    # float32 on both sides; the bound of `test_gpt_oss` for that is larger.
-    assert np.abs(found - expected.logprobs[start : start + TOKENS]).max() < 1e-3
+    assert_says(served[name], reference.greedy(model, PROMPT, TOKENS), tolerance("float32"))
 
 
-def test_vllm_s_scale_rule_and_quantized_activations_give_something_else(served: dict[str, dict[str, Any]]) -> None:
+def test_vllm_s_scale_rule_and_quantized_activations_give_something_else(served: Results) -> None:
     assert served["online as vLLM"]["digests"] != served["online"]["digests"]
     assert served["online W4A4"]["digests"] == served["online as vLLM"]["digests"]
     assert served["online W4A4"]["logprobs"] != served["online as vLLM"]["logprobs"]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.lib import checkpoints, reference, vllm_runner
-from tests.lib.served import PROMPT, difference, tolerance
+from tests.lib.served import PROMPT, Results, assert_says, job, tolerance
 
 pytest.importorskip("vllm", reason="serving needs vLLM")
 
@@ -33,23 +33,21 @@ def one_scale_up(tensors: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("routes")
+def models(folder: Path) -> dict[str, Path]:
     found = {tag: checkpoints.write_checkpoint(folder / tag, tag=tag) for tag in TAGS}
     found[ONE_SCALE_UP] = checkpoints.rewrite_tensors(found["mxfp8"], folder / "fault", one_scale_up)
     return found
 
 
 @pytest.fixture(scope="module")
-def served(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def served(models: dict[str, Path], folder: Path) -> Results:
     """Every job of this file in one process: importing vLLM is most of the time."""
-    job = {"dtype": "bfloat16", "prompt": PROMPT, "tokens": TOKENS, "oracle": {}}
-    jobs = {name: {**job, "checkpoint": str(path)} for name, path in models.items()}
-    return vllm_runner.run("run_generate.py", jobs, tmp_path_factory.mktemp("served"))
+    jobs = {name: job(path, "bfloat16", TOKENS) for name, path in models.items()}
+    return vllm_runner.run("run_generate.py", jobs, folder)
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_every_layer_is_decided_by_the_oracle(served: dict[str, dict[str, Any]], tag: str) -> None:
+def test_every_layer_is_decided_by_the_oracle(served: Results, tag: str) -> None:
     assert "error" not in served[tag], served[tag]["error"]
     record = served[tag]["layers"]
     assert record["served"] == 2
@@ -61,17 +59,16 @@ def test_every_layer_is_decided_by_the_oracle(served: dict[str, dict[str, Any]],
 
 
 @pytest.mark.parametrize("tag", OTHERS)
-def test_all_quantization_tags_give_identical_logprobs(served: dict[str, dict[str, Any]], tag: str) -> None:
+def test_all_quantization_tags_give_identical_logprobs(served: Results, tag: str) -> None:
     assert served[tag]["tokens"] == served["modelopt"]["tokens"]
     np.testing.assert_array_equal(served[tag]["logprobs"], served["modelopt"]["logprobs"])
 
 
-def test_one_changed_scale_changes_logprobs(served: dict[str, dict[str, Any]]) -> None:
+def test_one_changed_scale_changes_logprobs(served: Results) -> None:
     assert not np.array_equal(served[ONE_SCALE_UP]["logprobs"], served["mxfp8"]["logprobs"])
 
 
-def test_it_is_what_transformers_say(served: dict[str, dict[str, Any]], models: dict[str, Path]) -> None:
+def test_it_is_what_transformers_say(served: Results, models: dict[str, Path]) -> None:
     model = reference.load_transformers(models["modelopt"], quantize_activations="ceil")
     expected = reference.greedy(model, PROMPT, TOKENS)
-    assert difference(served["modelopt"], expected) <= tolerance("bfloat16", True)
-    assert served["modelopt"]["tokens"] == expected.tokens
+    assert_says(served["modelopt"], expected, tolerance("bfloat16", True))

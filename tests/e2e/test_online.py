@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.lib import checkpoints, reference, vllm_runner
-from tests.lib.served import PROMPT, difference, tolerance
+from tests.lib.served import PROMPT, Results, assert_says, job, tolerance
 
 pytest.importorskip("vllm", reason="serving needs vLLM")
 
@@ -64,11 +64,6 @@ def by_compressed_tensors(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("online")
-
-
-@pytest.fixture(scope="module")
 def models(folder: Path) -> dict[str, Path]:
     plain = checkpoints.write_checkpoint(folder / "plain", format="bf16")
     return {
@@ -80,15 +75,12 @@ def models(folder: Path) -> dict[str, Path]:
     }
 
 
-def job(checkpoint: Path, engine: dict[str, Any] | None = None, **oracle: Any) -> dict[str, Any]:
-    return {
-        "checkpoint": str(checkpoint), "dtype": "bfloat16", "prompt": PROMPT, "tokens": TOKENS,
-        "engine": engine or {}, "oracle": oracle,
-    }  # fmt: skip
+def online_job(checkpoint: Path, engine: dict[str, Any] | None = None, **oracle: Any) -> dict[str, Any]:
+    return job(checkpoint, "bfloat16", TOKENS, engine=engine or {}, oracle=oracle)
 
 
 @pytest.fixture(scope="module")
-def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
+def served(models: dict[str, Path], folder: Path) -> Results:
     """Every job of this file in one process: importing vLLM is most of the time."""
     online = {"quantization": "mxfp8", "quantization_config": {"ignore": IGNORED}}
 
@@ -96,14 +88,16 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
         return {**online, "hf_overrides": sizes, "load_format": "dummy"}
 
     jobs = {
-        "online": job(models["plain"], online, backend="emulation"),
-        "offline": job(models["exact"], backend="emulation"),
-        "online llm-compressor": job(models["plain"], online, mxfp8_scale_rule="llm-compressor", backend="emulation"),
-        "compressed": job(models["compressed"], backend="emulation"),
-        "weight only": job(models["weight only"]),
-        "mixed": job(models["mixed"], activations="16bit"),
-        "narrow experts": job(models["plain"], narrow(moe_intermediate_size=80)),
-        "narrow heads": job(models["plain"], narrow(head_dim=20)),
+        "online": online_job(models["plain"], online, backend="emulation"),
+        "offline": online_job(models["exact"], backend="emulation"),
+        "online llm-compressor": online_job(
+            models["plain"], online, mxfp8_scale_rule="llm-compressor", backend="emulation"
+        ),
+        "compressed": online_job(models["compressed"], backend="emulation"),
+        "weight only": online_job(models["weight only"]),
+        "mixed": online_job(models["mixed"], activations="16bit"),
+        "narrow experts": online_job(models["plain"], narrow(moe_intermediate_size=80)),
+        "narrow heads": online_job(models["plain"], narrow(head_dim=20)),
     }
     return vllm_runner.run("run_generate.py", jobs, folder)
 
@@ -114,15 +108,13 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("online", "offline"), [("online", "offline"), ("online llm-compressor", "compressed")], ids=["ceil", "llm"]
 )
-def test_online_weights_equal_the_checkpoints_bit_for_bit(
-    served: dict[str, dict[str, Any]], online: str, offline: str
-) -> None:
+def test_online_weights_equal_the_checkpoints_bit_for_bit(served: Results, online: str, offline: str) -> None:
     assert "error" not in served[online] and "error" not in served[offline]
     assert len(served[online]["digests"]) == 8
     assert served[online]["digests"] == served[offline]["digests"]
 
 
-def test_the_two_rules_make_different_weights(served: dict[str, dict[str, Any]]) -> None:
+def test_the_two_rules_make_different_weights(served: Results) -> None:
     assert served["online"]["digests"] != served["online llm-compressor"]["digests"]
 
 
@@ -130,13 +122,13 @@ def test_the_two_rules_make_different_weights(served: dict[str, dict[str, Any]])
     ("online", "offline"), [("online", "offline"), ("online llm-compressor", "compressed")], ids=["ceil", "llm"]
 )
 def test_a_model_quantized_while_loading_says_what_its_checkpoint_would(
-    served: dict[str, dict[str, Any]], online: str, offline: str
+    served: Results, online: str, offline: str
 ) -> None:
     assert served[online]["tokens"] == served[offline]["tokens"]
     np.testing.assert_array_equal(served[online]["logprobs"], served[offline]["logprobs"])
 
 
-def test_online_experts_are_w8a8_as_vllm_has_them(served: dict[str, dict[str, Any]]) -> None:
+def test_online_experts_are_w8a8_as_vllm_has_them(served: Results) -> None:
     record = served["online"]["layers"]
     assert record["served"] == 2
     assert [group["problem"]["scheme"]["activations"] for group in record["groups"]] == ["mxfp8"]
@@ -152,7 +144,7 @@ def test_online_experts_are_w8a8_as_vllm_has_them(served: dict[str, dict[str, An
     ids=["experts", "linear"],
 )
 def test_sizes_that_blocks_do_not_divide_are_refused_before_loading(
-    served: dict[str, dict[str, Any]], name: str, words: tuple[str, ...]
+    served: Results, name: str, words: tuple[str, ...]
 ) -> None:
     for word in (*words, "multiples of 32"):
         assert word in served[name]["error"]
@@ -164,20 +156,15 @@ def test_sizes_that_blocks_do_not_divide_are_refused_before_loading(
 @pytest.mark.parametrize(
     ("name", "rule"), [("compressed", "ceil"), ("weight only", None), ("online", "ceil")], ids=["w8a8", "a16", "online"]
 )
-def test_tokens_and_logprobs_equal_transformers(
-    served: dict[str, dict[str, Any]], models: dict[str, Path], name: str, rule: Any
-) -> None:
+def test_tokens_and_logprobs_equal_transformers(served: Results, models: dict[str, Path], name: str, rule: Any) -> None:
     checkpoint = models["exact" if name == "online" else name]
     model = reference.load_transformers(checkpoint, quantize_activations=rule)
     expected = reference.greedy(model, PROMPT, TOKENS)
-    assert difference(served[name], expected) <= tolerance("bfloat16", rule is not None)
-    assert served[name]["tokens"] == expected.tokens
+    assert_says(served[name], expected, tolerance("bfloat16", rule is not None))
 
 
 @pytest.mark.parametrize(("name", "activations"), [("compressed", "mxfp8"), ("weight only", "16bit")])
-def test_activations_are_what_the_checkpoint_declares(
-    served: dict[str, dict[str, Any]], name: str, activations: str
-) -> None:
+def test_activations_are_what_the_checkpoint_declares(served: Results, name: str, activations: str) -> None:
     record = served[name]["layers"]
     assert record["served"] == 2
     assert [group["problem"]["scheme"] for group in record["groups"]] == [
@@ -191,16 +178,13 @@ def test_activations_are_what_the_checkpoint_declares(
 # --- Mixed precision --------------------------------------------------------------------------------------------------
 
 
-def test_each_layer_of_a_mixed_checkpoint_decides_for_itself(served: dict[str, dict[str, Any]]) -> None:
+def test_each_layer_of_a_mixed_checkpoint_decides_for_itself(served: Results) -> None:
     record = served["mixed"]["layers"]
     assert [group["layers"] for group in record["groups"]] == [["model.layers.0.mlp.experts"]]
     names = {name.rpartition(".")[2] for name in served["mixed"]["digests"] if ".layers.1." in name}
     assert names == {"w13_weight", "w2_weight"}
 
 
-def test_a_mixed_checkpoint_says_what_transformers_say(
-    served: dict[str, dict[str, Any]], models: dict[str, Path]
-) -> None:
+def test_a_mixed_checkpoint_says_what_transformers_say(served: Results, models: dict[str, Path]) -> None:
     expected = reference.greedy(reference.load_transformers(models["mixed"]), PROMPT, TOKENS)
-    assert difference(served["mixed"], expected) <= tolerance("bfloat16", False)
-    assert served["mixed"]["tokens"] == expected.tokens
+    assert_says(served["mixed"], expected, tolerance("bfloat16"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.lib import checkpoints, reference, vllm_runner
-from tests.lib.served import PROMPT, difference, tolerance
+from tests.lib.served import PROMPT, assert_says, job, tolerance
 
 pytest.importorskip("vllm", reason="models are served")
 
@@ -28,9 +28,8 @@ CASES: dict[str, tuple[checkpoints.Format, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
+def models(folder: Path) -> dict[tuple[str, int], Path]:
     """Two models in each format, by format and seed."""
-    folder = tmp_path_factory.mktemp("models")
     found = {
         (format, seed): checkpoints.write_checkpoint(folder / f"{format}-{seed}", format=format, seed=seed)
         for format in ("bf16", "mxfp8")
@@ -56,16 +55,13 @@ def split_by_layer(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(models: dict[tuple[str, int], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def served(models: dict[tuple[str, int], Path], folder: Path) -> dict[str, Any]:
     jobs = {
-        name: {
-            "checkpoint": str(models[format, 0]), "reload": str(models[format, 1]), "dtype": "bfloat16",
-            "prompt": PROMPT, "tokens": TOKENS, "engine": engine, "oracle": {},
-        }
+        name: job(models[format, 0], "bfloat16", TOKENS, reload=str(models[format, 1]), engine=engine)
         for name, (format, engine) in CASES.items()
-    }  # fmt: skip
+    }
     # One core for each rank: vLLM binds them to NUMA nodes of their own otherwise.
-    return vllm_runner.run("run_generate.py", jobs, tmp_path_factory.mktemp("served"), VLLM_CPU_OMP_THREADS_BIND="0|1")
+    return vllm_runner.run("run_generate.py", jobs, folder, VLLM_CPU_OMP_THREADS_BIND="0|1")
 
 
 @pytest.mark.parametrize("seed", [0, 1], ids=["loaded", "reloaded"])
@@ -77,5 +73,4 @@ def test_two_ranks_say_what_transformers_say(
     said = served[name]["reloaded"] if seed else served[name]
     model = reference.load_transformers(models["mxfp8", seed], quantize_activations="ceil")
     expected = reference.greedy(model, PROMPT, TOKENS)
-    assert difference(said, expected) <= tolerance("bfloat16", True)
-    assert said["tokens"] == expected.tokens
+    assert_says(said, expected, tolerance("bfloat16", True))

@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.lib import checkpoints, reference, vllm_runner
-from tests.lib.served import LAYERS, PROMPT, difference, tolerance
+from tests.lib.served import LAYERS, PROMPT, Expected, Results, assert_says, difference, job, tolerance
 
 pytest.importorskip("vllm", reason="serving needs vLLM")
 
@@ -49,11 +47,6 @@ def add_biases(tensors: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("served")
-
-
-@pytest.fixture(scope="module")
 def models(folder: Path) -> dict[str, Path]:
     plain = folder / "plain"
     checkpoints.write_checkpoint(plain)
@@ -65,17 +58,10 @@ def models(folder: Path) -> dict[str, Path]:
     return made
 
 
-def job(
+def served_job(
     checkpoint: Path, dtype: str = "float32", activations: str = "16bit", backend: str = "emulation", **more: Any
 ) -> dict[str, Any]:
-    return {
-        "checkpoint": str(checkpoint),
-        "dtype": dtype,
-        "prompt": PROMPT,
-        "tokens": TOKENS,
-        "oracle": {"activations": activations, "backend": backend},
-        **more,
-    }
+    return job(checkpoint, dtype, TOKENS, oracle={"activations": activations, "backend": backend}, **more)
 
 
 def oai(**changes: float) -> dict[str, Any]:
@@ -92,74 +78,39 @@ def oai(**changes: float) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
+def served(models: dict[str, Path], folder: Path) -> Results:
     """Every job of this file in one process: importing vLLM is most of the time."""
     jobs = {
-        "float32": job(models["plain"]),
-        "float32 swapped": job(models["swapped"]),
-        "float32 shifted": job(models["shifted"]),
-        "float32 mxfp8": job(models["plain"], activations="checkpoint"),
-        "float32 mxfp8 swapped": job(models["swapped"], activations="checkpoint"),
-        "float32 mxfp8 shifted": job(models["shifted"], activations="checkpoint"),
-        "bfloat16": job(models["plain"], "bfloat16"),
-        "bfloat16 swapped": job(models["swapped"], "bfloat16"),
-        "bfloat16 shifted": job(models["shifted"], "bfloat16"),
-        "compiled": job(models["plain"], "bfloat16", "checkpoint", eager=False),
-        "dequantized": job(models["plain"], backend="auto"),
-        "dequantized swapped": job(models["swapped"], backend="auto"),
-        "dequantized compiled": job(models["plain"], "bfloat16", "checkpoint", "auto", eager=False),
-        "oai": job(models["biased"], **oai()),
-        "oai without bias": job(models["unbiased"], **oai()),
-        "oai wrong alpha": job(models["biased"], **oai(alpha=1.5)),
-        "oai wrong beta": job(models["biased"], **oai(beta=0.0)),
-        "oai wrong limit": job(models["biased"], **oai(limit=7.0)),
+        "float32": served_job(models["plain"]),
+        "float32 swapped": served_job(models["swapped"]),
+        "float32 shifted": served_job(models["shifted"]),
+        "float32 mxfp8": served_job(models["plain"], activations="checkpoint"),
+        "float32 mxfp8 swapped": served_job(models["swapped"], activations="checkpoint"),
+        "float32 mxfp8 shifted": served_job(models["shifted"], activations="checkpoint"),
+        "bfloat16": served_job(models["plain"], "bfloat16"),
+        "bfloat16 swapped": served_job(models["swapped"], "bfloat16"),
+        "bfloat16 shifted": served_job(models["shifted"], "bfloat16"),
+        "compiled": served_job(models["plain"], "bfloat16", "checkpoint", eager=False),
+        "dequantized": served_job(models["plain"], backend="auto"),
+        "dequantized swapped": served_job(models["swapped"], backend="auto"),
+        "dequantized compiled": served_job(models["plain"], "bfloat16", "checkpoint", "auto", eager=False),
+        "oai": served_job(models["biased"], **oai()),
+        "oai without bias": served_job(models["unbiased"], **oai()),
+        "oai wrong alpha": served_job(models["biased"], **oai(alpha=1.5)),
+        "oai wrong beta": served_job(models["biased"], **oai(beta=0.0)),
+        "oai wrong limit": served_job(models["biased"], **oai(limit=7.0)),
     }
     return vllm_runner.run("run_generate.py", jobs, folder)
 
 
-def transformers_run(model: torch.nn.Module) -> reference.Continuation:
-    return reference.greedy(model, PROMPT, TOKENS)
-
-
 @pytest.fixture(scope="module")
-def expected(models: dict[str, Path]) -> dict[str, reference.Continuation]:
-    return {
-        "16bit": transformers_run(reference.load_transformers(models["plain"])),
-        "mxfp8": transformers_run(reference.load_transformers(models["plain"], quantize_activations="ceil")),
-        "oai": transformers_run(oai_transformers(models)),
+def expected(models: dict[str, Path]) -> Expected:
+    exact = {
+        "16bit": reference.load_transformers(models["plain"]),
+        "mxfp8": reference.load_transformers(models["plain"], quantize_activations="ceil"),
+        "oai": reference.load_transformers(models["biased"], activation="swigluoai", **OAI),
     }
-
-
-def oai_transformers(models: dict[str, Path]) -> torch.nn.Module:
-    """Float32 transformers whose experts are computed by the float64 reference, with biases and SwiGLU-OAI."""
-    model = reference.load_transformers(models["plain"])
-    weights = reference.read_weights(models["biased"])
-    for name, module in model.named_modules():
-        if getattr(getattr(module, "gate_up_proj", None), "ndim", 0) != 3:
-            continue
-        experts = range(module.gate_up_proj.shape[0])
-        halves = [[weights[f"{name}.{expert}.{half}_proj.bias"] for half in ("gate", "up")] for expert in experts]
-        w13_bias = np.stack([np.concatenate(pair) for pair in halves])
-        w2_bias = np.stack([weights[f"{name}.{expert}.down_proj.bias"] for expert in experts])
-        module.forward = partial(oai_experts, module, w13_bias, w2_bias)  # type: ignore[method-assign]
-    return model
-
-
-def oai_experts(
-    module: Any, w13_bias: Any, w2_bias: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    y = reference.moe(
-        hidden.numpy(),
-        module.gate_up_proj.detach().numpy(),
-        module.down_proj.detach().numpy(),
-        index.numpy(),
-        weights.float().numpy(),
-        activation="swigluoai",
-        b13=w13_bias,
-        b2=w2_bias,
-        **OAI,
-    )
-    return torch.from_numpy(y).to(hidden.dtype)
+    return {name: reference.greedy(model, PROMPT, TOKENS) for name, model in exact.items()}
 
 
 RIGHT = {
@@ -181,34 +132,28 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_tokens_and_logprobs_equal_transformers_and_faults_show(
-    served: dict[str, dict[str, Any]], expected: dict[str, reference.Continuation], name: str
-) -> None:
+def test_tokens_and_logprobs_equal_transformers_and_faults_show(served: Results, expected: Expected, name: str) -> None:
     kind, dtype = RIGHT[name]
     allowed = tolerance(dtype, kind == "mxfp8")
-    assert difference(served[name], expected[kind]) <= allowed
-    assert served[name]["tokens"] == expected[kind].tokens
+    assert_says(served[name], expected[kind], allowed)
     for fault in FAULTS.get(name, ()):
         assert difference(served[f"{name} {fault}"], expected[kind]) > allowed, fault
 
 
-def test_every_moe_layer_runs_through_the_oracle(served: dict[str, dict[str, Any]]) -> None:
+def test_every_moe_layer_runs_through_the_oracle(served: Results) -> None:
     record = served["float32"]["layers"]
     assert record["served"] == LAYERS
     assert [group["decision"]["backend"] for group in record["groups"]] == ["emulation"]
 
 
-def test_dequantized_weights_are_right_and_a_fault_shows(
-    served: dict[str, dict[str, Any]], expected: dict[str, reference.Continuation]
-) -> None:
+def test_dequantized_weights_are_right_and_a_fault_shows(served: Results, expected: Expected) -> None:
     for name, dtype in (("dequantized", "float32"), ("dequantized compiled", "bfloat16")):
-        assert difference(served[name], expected["16bit"]) <= tolerance(dtype, False)
-        assert served[name]["tokens"] == expected["16bit"].tokens
+        assert_says(served[name], expected["16bit"], tolerance(dtype))
         assert {group["decision"]["backend"] for group in served[name]["layers"]["groups"]} == {"cpu_dequantized"}
-    assert difference(served["dequantized swapped"], expected["16bit"]) > tolerance("float32", False)
+    assert difference(served["dequantized swapped"], expected["16bit"]) > tolerance("float32")
 
 
-def test_what_the_layers_compute_with_is_said(served: dict[str, dict[str, Any]]) -> None:
+def test_what_the_layers_compute_with_is_said(served: Results) -> None:
     declared = served["float32 mxfp8"]["layers"]["groups"][0]
     overridden = served["float32"]["layers"]["groups"][0]
     assert declared["problem"]["scheme"]["activations"] == "mxfp8"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -463,11 +464,17 @@ def read_weights(checkpoint: Path | str) -> dict[str, npt.NDArray[Any]]:
     return weights
 
 
-def load_transformers(checkpoint: Path | str, *, quantize_activations: Rule | None = None) -> torch.nn.Module:
+def load_transformers(
+    checkpoint: Path | str, *, quantize_activations: Rule | None = None, **experts: Any
+) -> torch.nn.Module:
     """The checkpoint as a float32 transformers model on the CPU, with weights that `read_weights` decoded.
 
-    quantize_activations: experts are computed by `moe` with this rule, so that their inputs and intermediate states
-    are rounded to MXFP8 and nothing else changes. Only for gated SiLU experts without biases.
+    quantize_activations: experts' inputs and intermediate states are rounded to MXFP8 by this rule, and nothing else
+        changes.
+    experts: `activation` and its parameters, as of `moe`, in place of the model's own.
+
+    With any of these, or where experts have biases that the architecture does not, `moe` computes them. Only for gated
+    SiLU experts whose own class has no biases.
     """
     import torch
     from safetensors.torch import save_file
@@ -487,6 +494,7 @@ def load_transformers(checkpoint: Path | str, *, quantize_activations: Rule | No
             for name, array in read_weights(checkpoint).items()
             if not name.startswith(drafts)
         }
+        biases = {name: tensors.pop(name).numpy() for name in list(tensors) if _EXPERT_BIAS.search(name)}
         save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
         if (checkpoint / "generation_config.json").exists():
             shutil.copy(checkpoint / "generation_config.json", folder)
@@ -495,12 +503,15 @@ def load_transformers(checkpoint: Path | str, *, quantize_activations: Rule | No
     if wrong:
         raise ValueError(f"{checkpoint}: transformers did not load every tensor: {wrong}")
     model.eval()
-    if quantize_activations is not None:
-        _replace_experts(model, quantize_activations)
+    if biases or experts or quantize_activations is not None:
+        _replace_experts(model, biases, {**experts, "quantize_activations": quantize_activations})
     return model
 
 
-def _replace_experts(model: torch.nn.Module, rule: Rule) -> None:
+_EXPERT_BIAS = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.bias$")
+
+
+def _replace_experts(model: torch.nn.Module, biases: dict[str, npt.NDArray[Any]], options: dict[str, Any]) -> None:
     found = 0
     for name, module in model.named_modules():
         w13, w2 = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
@@ -509,7 +520,13 @@ def _replace_experts(model: torch.nn.Module, rule: Rule) -> None:
         act = getattr(getattr(module, "act_fn", None), "__class__", type(None)).__name__
         if hasattr(module, "gate_up_proj_bias") or act not in ("SiLU", "SiLUActivation"):
             raise ValueError(f"{name}: only gated SiLU experts without biases are known here, not {act}")
-        module.forward = partial(_experts_forward, w13.detach().numpy(), w2.detach().numpy(), rule)
+        if biases:
+            gate, up, down = (
+                np.stack([biases[f"{name}.{expert}.{part}_proj.bias"] for expert in range(len(w2))])
+                for part in ("gate", "up", "down")
+            )
+            options = {**options, "b13": np.concatenate([gate, up], 1), "b2": down}
+        module.forward = partial(_experts_forward, w13.detach().numpy(), w2.detach().numpy(), options)
         found += 1
     if not found:
         raise ValueError("the model has no experts stored as gate_up_proj [E, 2 I, H] and down_proj [E, H, I]")
@@ -518,16 +535,14 @@ def _replace_experts(model: torch.nn.Module, rule: Rule) -> None:
 def _experts_forward(
     w13: npt.NDArray[np.float32],
     w2: npt.NDArray[np.float32],
-    rule: Rule,
+    options: dict[str, Any],
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     import torch
 
-    y = moe(
-        hidden_states.numpy(), w13, w2, top_k_index.numpy(), top_k_weights.float().numpy(), quantize_activations=rule
-    )
+    y = moe(hidden_states.numpy(), w13, w2, top_k_index.numpy(), top_k_weights.float().numpy(), **options)
     return torch.from_numpy(y).to(hidden_states.dtype)
 
 
@@ -548,14 +563,10 @@ def greedy(model: torch.nn.Module, prompt: Sequence[int], max_new_tokens: int = 
 
 
 def transformers_logits(
-    checkpoint: Path | str,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int = 0,
-    quantize_activations: Rule | None = None,
+    checkpoint: Path | str, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
 ) -> list[Continuation]:
     """`load_transformers` and `greedy` for each of `prompts` (token ids)."""
-    model = load_transformers(checkpoint, quantize_activations=quantize_activations)
+    model = load_transformers(checkpoint)
     return [greedy(model, prompt, max_new_tokens) for prompt in prompts]
 
 

@@ -13,6 +13,7 @@ when e is so small that hardly any does, by the one that does, s / sqrt(K). Two 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,16 @@ from tests.lib import reference
 LAYERS, HIDDEN, LOGIT = 2, 128, 6.0
 ROUNDINGS = 12 * LAYERS + 2
 PROMPT = [5, 6, 7, 8, 9, 10]
+
+Results = dict[str, dict[str, Any]]
+"""What `vllm_runner.run` returns."""
+Expected = dict[str, reference.Continuation]
+"""What transformers say, by a model's name."""
+
+
+def job(checkpoint: Path, dtype: str = "float32", tokens: int = 4, **more: Any) -> dict[str, Any]:
+    """A job of `tests/e2e/run_generate.py` with `PROMPT`."""
+    return {"checkpoint": str(checkpoint), "dtype": dtype, "prompt": PROMPT, "tokens": tokens, **more}
 
 
 def tolerance(dtype: str, mxfp8_activations: bool = False) -> float:
@@ -45,3 +56,11 @@ def difference(result: dict[str, Any], continuation: reference.Continuation, pro
     largest = float(np.abs(found - continuation.logprobs[start : start + len(found)]).max())
     print(f"largest difference of a logprob {largest:.2e}")
     return largest
+
+
+def assert_says(
+    result: dict[str, Any], continuation: reference.Continuation, allowed: float, prompt: list[int] = PROMPT
+) -> None:
+    """Asserts that a served model says what transformers say: the same tokens, with logprobs within a tolerance."""
+    assert difference(result, continuation, prompt) <= allowed
+    assert result["tokens"] == continuation.tokens
