@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.lib import vllm_configs
 from tests.lib.cases import CPU, GPT_OSS, MXFP8, MXFP8_W8A8, RELU2, SILU, problem
 from vllm_moe_oracle import schemes
 from vllm_moe_oracle.backends.emulation import Emulation, forward, round_inputs
@@ -50,23 +51,9 @@ LAYERS = {
 def moe_config(layer: Problem) -> Any:
     """vLLM's description of the layer, as a model on one rank has it."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
     name = {"swigluoai": "swigluoai_uninterleave", "relu2": "relu2_no_mul"}.get(layer.activation.name, "silu")
-    config = FusedMoEConfig(
-        num_experts=layer.num_experts,
-        num_local_experts=layer.local_experts,
-        num_logical_experts=layer.num_experts,
-        experts_per_token=layer.top_k,
-        hidden_dim=layer.hidden_size,
-        intermediate_size=layer.intermediate_size,
-        activation=MoEActivation.SILU,
-        device="cpu",
-        routing_method=RoutingMethodType.Renormalize,
-        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
-        in_dtype=getattr(torch, layer.dtype),
-        has_bias=layer.has_bias,
-    )
+    config = vllm_configs.moe_config(layer)
     config.activation = MoEActivation(name)  # vLLM's constructor refuses experts without a gate on a CPU
     return config
 

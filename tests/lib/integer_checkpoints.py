@@ -11,12 +11,13 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tests.lib import reference
+from vllm_moe_oracle.core.problem import ActOrder, Scheme
 
 Array = npt.NDArray[Any]
 _EXPERT = re.compile(r"(?P<module>.*\.experts\.\d+\.((gate|up)_proj|w1|w3|(?P<down>down_proj|w2)))\.weight")
@@ -41,9 +42,14 @@ class Integers:
     bits: int = 4
     group: int = 32
     zero_points: bool = False
-    act_order: Literal["none", "group", "static"] = "none"
+    act_order: ActOrder = "none"
     bias: bool = False
     config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def scheme(self) -> Scheme:
+        """The same as the package describes it."""
+        return Scheme("wna16", self.bits, self.group, self.packing, self.zero_points, self.act_order)
 
 
 @dataclass
@@ -159,7 +165,7 @@ def _compressed(matrix: _Matrix, how: Integers) -> dict[str, Any]:
     from compressed_tensors import compressors
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**_arguments(how)))
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**_arguments(how.scheme)))
     kind = "PackedQuantizationCompressor" if how.packing == "compressed-tensors" else "IntQuantizationCompressor"
     state = {"weight": torch.from_numpy(matrix.values(how.bits)).float(), "weight_scale": matrix.scales.float()}
     if matrix.zeros is not None:
@@ -170,26 +176,39 @@ def _compressed(matrix: _Matrix, how: Integers) -> dict[str, Any]:
     return {**found, "weight_scale": matrix.scales}
 
 
-def _arguments(how: Integers) -> dict[str, Any]:
-    order = None if how.act_order == "none" else how.act_order
+def _arguments(scheme: Scheme) -> dict[str, Any]:
+    group = scheme.group_size
     return {
-        "num_bits": how.bits, "type": "int", "symmetric": not how.zero_points, "actorder": order, "dynamic": False,
-        "strategy": "channel" if how.group == -1 else "group", "group_size": None if how.group == -1 else how.group,
+        "num_bits": scheme.bits, "type": "int", "symmetric": not scheme.zero_points, "dynamic": False,
+        "actorder": None if scheme.act_order == "none" else scheme.act_order,
+        "strategy": "channel" if group == -1 else "group", "group_size": None if group == -1 else group,
     }  # fmt: skip
+
+
+def tool_config(scheme: Scheme, **more: Any) -> dict[str, Any]:
+    """The ``quantization_config`` that the packing's tool writes, with `more` fields."""
+    bits, group, ordered = scheme.bits, scheme.group_size, scheme.act_order != "none"
+    if scheme.packing.startswith("compressed"):
+        form = "pack-quantized" if scheme.packing == "compressed-tensors" else "int-quantized"
+        weights = {"targets": ["Linear"], "weights": _arguments(scheme), "input_activations": None, "format": form}
+        found: dict[str, Any] = {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"]}
+        return found | {"config_groups": {"group_0": weights}, "quantization_status": "compressed"} | more
+    if scheme.packing == "awq":
+        found = {"quant_method": "awq", "version": "gemm", "zero_point": scheme.zero_points}
+        return found | {"bits": bits, "group_size": group} | more
+    found = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": not scheme.zero_points}
+    found |= {"desc_act": ordered, "static_groups": scheme.act_order == "static", "lm_head": False}
+    return found | {"checkpoint_format": scheme.packing} | more
+
+
+_UNQUANTIZED = {
+    "compressed-tensors": {"ignore": ["lm_head", r"re:.*self_attn.*", r"re:.*(mlp|block_sparse_moe)\.gate$"]},
+    "awq": {"modules_to_not_convert": ["self_attn", "mlp.gate", "block_sparse_moe.gate", "lm_head"]},
+}
+"""What tools say where they quantized the experts only, by quantization method."""
 
 
 def _config(how: Integers) -> dict[str, Any]:
     """What the tool says of a model of which it quantized the experts only."""
-    if how.packing.startswith("compressed"):
-        form = "pack-quantized" if how.packing == "compressed-tensors" else "int-quantized"
-        group = {"targets": ["Linear"], "weights": _arguments(how), "input_activations": None, "format": form}
-        ignored = ["lm_head", r"re:.*self_attn.*", r"re:.*(mlp|block_sparse_moe)\.gate$"]
-        found: dict[str, Any] = {"quant_method": "compressed-tensors", "format": form, "ignore": ignored}
-        return found | {"config_groups": {"group_0": group}, "quantization_status": "compressed"} | how.config
-    if how.packing == "awq":
-        excluded = ["self_attn", "mlp.gate", "block_sparse_moe.gate", "lm_head"]
-        found = {"quant_method": "awq", "version": "gemm", "zero_point": how.zero_points}
-        return found | {"bits": how.bits, "group_size": how.group, "modules_to_not_convert": excluded} | how.config
-    found = {"quant_method": "gptq", "bits": how.bits, "group_size": how.group, "sym": not how.zero_points}
-    found |= {"desc_act": how.act_order != "none", "static_groups": how.act_order == "static", "lm_head": False}
-    return found | {"checkpoint_format": how.packing} | how.config
+    method = "compressed-tensors" if how.packing.startswith("compressed") else how.packing
+    return tool_config(how.scheme, **_UNQUANTIZED.get(method, {}) | how.config)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.lib.cases import registry
+from tests.lib import vllm_configs
+from tests.lib.cases import problem, registry
 
 EXPERTS, HIDDEN, INNER = 64, 512, 1024
 
@@ -49,23 +50,10 @@ class Layer(nn.Module):
 def moe_config(settings: dict[str, Any], experts: int, hidden: int, inner: int) -> Iterator[Any]:
     """vLLM's config of a MoE layer with two experts a token, inside an engine's config with settings of the plugin."""
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
+    layer = problem(experts=experts, top_k=2, hidden_size=hidden, intermediate_size=inner)
     with set_current_vllm_config(VllmConfig(additional_config={"moe_oracle": settings})):
-        yield FusedMoEConfig(
-            num_experts=experts,
-            num_local_experts=experts,
-            num_logical_experts=experts,
-            experts_per_token=2,
-            hidden_dim=hidden,
-            intermediate_size=inner,
-            activation=MoEActivation.SILU,
-            device="cpu",
-            routing_method=RoutingMethodType.Renormalize,
-            moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
-            in_dtype=torch.bfloat16,
-        )
+        yield vllm_configs.moe_config(layer)
 
 
 def use_backends(backends: Iterable[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.quantization import get_quantization_config
 
-from tests.lib import reference
+from tests.lib import reference, vllm_configs
 from tests.lib.wna16_layers import Contents, checkpoint_of
 from vllm_moe_oracle.compat.layer_context import set_current_layer
 from vllm_moe_oracle.core.problem import Problem
@@ -73,23 +73,11 @@ def moe_config(problem: Problem, rank: int = 0, ranks: int = 1, **changes: Any) 
     parallel = FusedMoEParallelConfig.make_no_parallel()
     parallel.tp_size, parallel.tp_rank = ranks, rank
     suffix = "" if problem.activation.gated else "_no_mul"
-    return FusedMoEConfig(
-        **{
-            "num_experts": problem.num_experts,
-            "num_local_experts": problem.num_experts,
-            "num_logical_experts": problem.num_experts,
-            "experts_per_token": problem.top_k,
-            "hidden_dim": problem.hidden_size,
-            "intermediate_size": problem.intermediate_size,
-            "activation": MoEActivation(f"{problem.activation.name}{suffix}"),
-            "device": "cpu",
-            "routing_method": RoutingMethodType.Renormalize,
-            "moe_parallel_config": parallel,
-            "in_dtype": torch.float32,
-            "has_bias": problem.has_bias,
-            **changes,
-        }
-    )
+    usual = {
+        "activation": MoEActivation(f"{problem.activation.name}{suffix}"), "moe_parallel_config": parallel,
+        "in_dtype": torch.float32,
+    }  # fmt: skip
+    return vllm_configs.moe_config(problem, **usual | changes)
 
 
 def vllm_name(problem: Problem) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lib import vllm_configs
 from tests.lib.cases import GPT_OSS as HALVES
 from tests.lib.cases import MXFP8_W8A8, SILU, problem
 from tests.lib.releases import ReleaseUnavailable
@@ -436,7 +437,7 @@ def inside_vllm(layer: Problem, routing: str = "Renormalize") -> Iterator[Any]:
     pytest.importorskip("vllm", reason="vLLM's own classes are asked")
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig, RoutingMethodType
 
     parallel, activation = FusedMoEParallelConfig.make_no_parallel(), layer.activation
     if layer.parallel.ep > 1:
@@ -444,10 +445,8 @@ def inside_vllm(layer: Problem, routing: str = "Renormalize") -> Iterator[Any]:
     halves = activation.name == "swigluoai" and not activation.interleaved
     situ = {"activation_situ_beta": activation.alpha, "activation_situ_linear_beta": activation.beta}
     with set_current_vllm_config(VllmConfig()):
-        yield FusedMoEConfig(
-            num_experts=layer.num_experts, num_local_experts=layer.local_experts, num_logical_experts=layer.num_experts,
-            experts_per_token=layer.top_k, hidden_dim=layer.hidden_size, intermediate_size=layer.intermediate_size,
-            activation=MoEActivation("swigluoai_uninterleave" if halves else activation.name), device="cpu",
+        yield vllm_configs.moe_config(
+            layer, activation=MoEActivation("swigluoai_uninterleave" if halves else activation.name),
             routing_method=RoutingMethodType[routing], moe_parallel_config=parallel, in_dtype=torch.bfloat16,
-            has_bias=layer.has_bias, **(situ if activation.name == "situ" else {}),
+            **(situ if activation.name == "situ" else {}),
         )  # fmt: skip

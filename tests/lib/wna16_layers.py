@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tests.lib import reference
+from tests.lib import integer_checkpoints, reference
 from tests.lib.cases import problem
 from tests.lib.tolerances import Layer, moe_bound, outside
 from vllm_moe_oracle.backends.emulation import forward
@@ -211,34 +211,7 @@ def contents_of(layer: Problem, seed: int = 0) -> Contents:
 
 def checkpoint_of(layer: Problem, **more: Any) -> dict[str, Any]:
     """The ``quantization_config`` that the packing's tool writes."""
-    scheme = layer.scheme
-    ordered = scheme.act_order != "none"
-    if scheme.packing in ("gptq", "gptq_v2"):
-        found: dict[str, Any] = {"quant_method": "gptq", "desc_act": ordered, "sym": not scheme.zero_points}
-        found |= {"bits": scheme.bits, "group_size": scheme.group_size, "checkpoint_format": scheme.packing}
-        return found | {"static_groups": scheme.act_order == "static", "lm_head": False} | more
-    if scheme.packing == "awq":
-        found = {"quant_method": "awq", "version": "gemm", "bits": scheme.bits, "group_size": scheme.group_size}
-        return found | {"zero_point": scheme.zero_points} | more
-    form = {"compressed-tensors": "pack-quantized", "compressed-tensors-int": "int-quantized"}[scheme.packing]
-    weights = {
-        "num_bits": scheme.bits,
-        "type": "int",
-        "symmetric": not scheme.zero_points,
-        "strategy": "channel" if scheme.group_size == -1 else "group",
-        "group_size": None if scheme.group_size == -1 else scheme.group_size,
-        "dynamic": False,
-        "actorder": None if scheme.act_order == "none" else scheme.act_order,
-    }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {**group, "format": form}},
-        "ignore": ["lm_head"],
-        **more,
-    }
+    return integer_checkpoints.tool_config(layer.scheme, **more)
 
 
 def emulation_error(made: Contents, layer: Problem, tensors: dict[str, Tensor], seed: int = 0) -> str:
