@@ -220,7 +220,7 @@ _PLUGINS = (
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["pip", "uv"])
-def test_installing_beside_vllm_changes_nothing_and_uninstalling_leaves_nothing(
+def test_installing_changes_nothing_else_and_uninstalling_leaves_nothing(
     kind: str, built: tuple[Path, Path], environment_with_vllm: Path
 ) -> None:
     install, uninstall = installer(kind, environment_with_vllm)

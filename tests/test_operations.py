@@ -175,7 +175,7 @@ def test_every_metric_of_vllm_that_it_asks_for_exists() -> None:
 # --- Kubernetes -------------------------------------------------------------------------------------------------------
 
 
-def test_the_kubernetes_example_keeps_caches_and_waits_for_the_first_start() -> None:
+def test_the_kubernetes_example_keeps_caches_and_waits_for_its_start() -> None:
     yaml = pytest.importorskip("yaml", reason="vLLM brings it")
     claim, deployment = yaml.safe_load_all(KUBERNETES)
     assert (claim["kind"], deployment["kind"]) == ("PersistentVolumeClaim", "Deployment")

@@ -75,7 +75,7 @@ def test_every_setting_that_measured_choices_depend_on_exists() -> None:
     assert named and named - {"tune", "bench"} <= set(settings.FIELDS)
 
 
-def test_the_extras_on_the_page_of_the_command_line_are_those_of_the_metadata() -> None:
+def test_the_extras_on_the_command_lines_page_are_the_metadatas() -> None:
     text = (generate.ROOT / "vllm_moe_oracle" / "cli" / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.*?) \|", text.partition("| extra |")[2].partition("\n\n")[0], re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}

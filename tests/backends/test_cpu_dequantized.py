@@ -134,7 +134,7 @@ def test_outputs_are_neither_too_small_nor_too_large(scheme: str) -> None:
     assert abs(slope(layer_of(scheme, intermediate_size=160))) < CENTERED
 
 
-def test_without_the_factor_an_operator_that_cuts_numbers_off_makes_outputs_too_small(
+def test_without_the_factor_cut_off_numbers_make_outputs_too_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cpu_operators()

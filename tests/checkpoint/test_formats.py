@@ -186,7 +186,7 @@ def test_lists_of_modules_may_be_lists_of_lists(explain: Any) -> None:
     assert found.unquantized == ("model.layers.0.mlp.experts",)
 
 
-def test_groups_that_a_shard_boundary_splits_are_halved_unless_they_are_out_of_order(explain: Any) -> None:
+def test_groups_that_a_shard_boundary_splits_are_halved_if_in_order(explain: Any) -> None:
     from vllm_moe_oracle.core.sharding import loaded_group_size, scale_group_reasons
 
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}

@@ -538,7 +538,7 @@ def test_a_dense_model_is_unaffected(run: Run, write: Callable[..., Path]) -> No
     ],
     ids=str,
 )
-def test_experts_that_are_not_read_are_unaffected_unless_they_are_in_a_served_format(
+def test_experts_that_are_not_read_are_unaffected_but_in_a_served_format(
     changes: dict[str, Any], why: str, run: Run, write: Callable[..., Path]
 ) -> None:
     for config, stored in ((None, "not quantized"), ({"quant_method": "fp8"}, "in fp8")):

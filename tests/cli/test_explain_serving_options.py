@@ -159,7 +159,7 @@ def test_data_parallel_ranks_can_move_and_place_experts(run: Run, write: Callabl
     assert batched.json["groups"][0]["problem"]["parallel"]["placement"] == "round_robin"
 
 
-def test_an_all_to_all_that_cannot_carry_the_layer_is_a_failure_as_in_a_server(run: Run) -> None:
+def test_an_all_to_all_that_cannot_carry_the_layer_is_a_failure(run: Run) -> None:
     options = ("explain", CONFIGS / "gpt-oss-20b.json", *H200, "--dp", 2, "--ep")
     assert run(*options).status == 0
     refused = run(*options, "--all2all-backend", "deepep_high_throughput")

@@ -177,7 +177,7 @@ def other_names(tensors: dict[str, Tensor]) -> None:
     ],
     ids=["missing", "dtype", "shape", "names"],
 )
-def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_is_computed(
+def test_an_unreadable_checkpoint_is_refused_before_anything_is_computed(
     run: cli.Run, model: Path, tmp_path: Path, edit: Any, words: str
 ) -> None:
     found = run("verify", rewrite_tensors(model, tmp_path / "damaged", edit))

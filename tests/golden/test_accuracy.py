@@ -56,7 +56,7 @@ def test_mx_weights_lose_nothing_but_by_rounding_to_16_bits() -> None:
                 assert each["passes"] and each["kl_limit"] < 1e-2 * accuracy.MAX_KL, (name, backend)
 
 
-def test_without_its_factor_the_cpus_backend_is_shown_to_be_beyond_the_gate() -> None:
+def test_without_its_factor_the_cpus_backend_is_beyond_the_gate() -> None:
     (found,) = accuracy_tables.figures("cut off").values()
     each = found["cpu_dequantized"]
     assert each["excess"] - each["excess_half_width"] > 0 and 2 * each["kl"] - each["kl_limit"] > accuracy.MAX_KL

@@ -205,7 +205,7 @@ def test_the_first_start_measures_and_the_second_knows(
 
 
 @pytest.mark.full
-def test_a_crashing_and_a_hanging_backend_are_recorded_and_the_server_starts(
+def test_crashing_and_hanging_backends_are_recorded_and_the_server_starts(
     only: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     only("exiting", "hanging", "slow", "fast")
@@ -282,7 +282,7 @@ def test_a_killed_process_is_replaced_and_blames_nobody(
 
 
 @pytest.mark.full
-def test_an_unfinished_measurement_does_not_decide_and_the_next_start_goes_on(
+def test_an_unfinished_measurement_decides_nothing_and_is_continued(
     only: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     only("slow", "fast")
@@ -390,7 +390,7 @@ def running(process: int) -> bool:
 
 
 @pytest.mark.full
-def test_a_server_killed_while_it_measures_leaves_a_cache_that_the_next_completes(
+def test_the_cache_of_a_killed_server_is_completed_by_the_next_start(
     only: Callable[..., None], tmp_path: Path
 ) -> None:
     only("slow", "fast")

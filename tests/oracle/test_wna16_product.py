@@ -141,7 +141,7 @@ def test_a_shard_of_split_groups_is_refused_with_both_remedies() -> None:
 
 
 @pytest.mark.parametrize("packing", ["compressed-tensors", "compressed-tensors-int", "gptq", "awq"])
-def test_qwen3_cut_four_ways_has_halved_groups_and_sixteen_ways_is_refused(packing: str) -> None:
+def test_qwen3_over_four_ranks_has_halved_groups_over_sixteen_is_refused(packing: str) -> None:
     scheme = Scheme("wna16", 4, 128, packing)
     halved = problem(scheme=scheme, intermediate_size=192, tp=4)
     assert decide(halved, product.DEVICES[90], Settings()).backend != "emulation"

@@ -363,7 +363,7 @@ def test_a_server_s_decisions_and_reasons_are_shown(tmp_path: Path) -> None:
     assert "takes 11.0% less time than marlin" in html and "needs 100 (a B200)" in html
 
 
-def test_of_a_process_that_loaded_a_drafting_layer_the_last_record_is_shown(tmp_path: Path) -> None:
+def test_the_last_record_of_a_process_with_a_drafting_layer_is_shown(tmp_path: Path) -> None:
     group = {"problem": {"scheme": {"name": "mxfp8"}}, "decision": {"backend": "x", "why": "static", "explanation": ""}}
     server = {"moe_oracle": "1", "vllm": "0.33.0", "device": {"name": "NVIDIA H200"}, "host": "here"}
     loads = [

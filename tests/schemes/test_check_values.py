@@ -76,7 +76,7 @@ def test_a_nan_code_is_found_wherever_it_is(matrix: str, code: int, expert: int,
     assert f"the first is code {code} of local expert {expert} at [{row}, {column}]" in words
 
 
-def test_nan_codes_are_found_in_experts_that_do_not_follow_one_another_in_memory() -> None:
+def test_nan_codes_are_found_in_experts_that_are_apart_in_memory() -> None:
     """As buffers lie that are larger than the checkpoint's tensors."""
     layer = MX["mxfp8"]
     tensors = healthy(layer)

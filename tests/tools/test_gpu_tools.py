@@ -33,7 +33,7 @@ def test_what_is_said_of_the_tile_rule_is_what_was_measured() -> None:
     assert words in said
 
 
-def test_what_is_said_of_shared_columns_was_measured_with_the_tiles_that_are_chosen() -> None:
+def test_shared_columns_were_measured_with_the_tiles_that_are_chosen() -> None:
     rows = json.loads((DATA / "tile-rule-3.json").read_text())["rows"]
     chosen = {}
     for row in rows:

@@ -49,6 +49,7 @@ DEFAULT_SCHEMES = "mxfp8,mxfp4,int4_g128,int4_g32,int8_g128"
 """Formats of `--shape` where `--scheme` names none."""
 
 
+# More than 80 lines: one parameter for each option, and the help text. The steps are functions below.
 def command(
     models: ModelNames = None,
     scheme: Annotated[
