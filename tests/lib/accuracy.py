@@ -398,12 +398,12 @@ class Figures:
         return 100 * (self.reference_accuracy - self.accuracy)
 
 
-def t_quantile(degrees: int, alpha: float = ALPHA) -> float:
-    """The value that Student's t exceeds with probability `alpha` (Cornish and Fisher's expansion of the normal one to
+def t_quantile(degrees: int) -> float:
+    """The value that Student's t exceeds with probability `ALPHA` (Cornish and Fisher's expansion of the normal one to
     the fourth order)."""
     from statistics import NormalDist
 
-    z = NormalDist().inv_cdf(1 - alpha)
+    z = NormalDist().inv_cdf(1 - ALPHA)
     terms = (
         z,
         (z**3 + z) / 4,

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from tests.lib.cases import problem
 from tests.lib.golden_decisions import RELEASE, STOCK_CLASSES, GoldenTable, stock_config, stock_install, with_base_class
-from tests.lib.stock_code import FUSED_MOE, load
-from vllm_moe_oracle.core.problem import Activation, ActivationPrecision, Parallel, Problem, Routing, Scheme
+from tests.lib.stock_code import FUSED_MOE, UncachedFunctools, load
+from vllm_moe_oracle.core.problem import Activation, ActivationPrecision, Problem, Routing, Scheme
 from vllm_moe_oracle.core.sharding import shard_by_blocks
 
 _OAI = Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0, interleaved=True)
@@ -75,19 +76,11 @@ def layer(model: str, ranks: str) -> Problem:
     """The model's MoE layer on one rank, as its method sees it."""
     experts, top_k, hidden, inner, activation, bias, routing, packing, declared = MODELS[model]
     tp, ep = RANKS[ranks]
-    whole = Problem(
-        layer="model.layers.0.mlp.experts",
-        scheme=Scheme("mxfp4", 4, 32, packing, activations=declared),
-        num_experts=experts,
-        local_experts=experts // ep,
-        top_k=top_k,
-        hidden_size=hidden,
-        intermediate_size=inner // tp,
-        activation=activation,
-        has_bias=bias,
-        routing=Routing(routing),
-        parallel=Parallel(tp=tp, ep=ep),
-    )
+    whole = problem(
+        scheme=Scheme("mxfp4", 4, 32, packing, activations=declared), num_experts=experts, local_experts=experts // ep,
+        top_k=top_k, hidden_size=hidden, intermediate_size=inner // tp, activation=activation, has_bias=bias,
+        routing=Routing(routing), tp=tp, ep=ep,
+    )  # fmt: skip
     return shard_by_blocks(whole) if activation.interleaved else whole
 
 
@@ -101,17 +94,13 @@ _KEYS = (
 )  # fmt: skip
 
 
-class _Functools:
-    cache = staticmethod(lambda function: function)
-
-
-def stock(problem: Problem, capability: int) -> dict[str, str]:
+def stock(layer: Problem, capability: int) -> dict[str, str]:
     """What stock does for the layer: the backend and the class that it chooses."""
     methods = load(RELEASE, f"{FUSED_MOE}/config.py")["RoutingMethodType"]
     install = stock_install(capability, methods, VLLM_B12X_MOE_FP4_FORCE_A16=False)
     keys = {name: SimpleNamespace(dtype=object(), scale=object(), scale2=None) for name in _KEYS}
     given: dict[str, Any] = {
-        **keys, **install.names, "functools": _Functools,
+        **keys, **install.names, "functools": UncachedFunctools,
         "has_flashinfer": lambda: True, "has_flashinfer_cutlass_fused_moe": lambda: True,
         "has_triton_kernels": lambda: True, "get_triton_kernels_version": lambda: None,
         "ops": SimpleNamespace(mxfp4_experts_quant_supported=lambda capability: 100 <= capability < 120),
@@ -134,14 +123,14 @@ def stock(problem: Problem, capability: int) -> dict[str, str]:
     )  # fmt: skip
     oracle["backend_to_kernel_cls"] = classes
     oracle["_user_moe_activation_override"] = lambda: None
-    activation, method = install.activations(problem.activation.name), methods[_METHODS[problem.routing.method]]
-    config = stock_config(problem, activation, method)
-    if problem.scheme.packing == "compressed-tensors":
+    activation, method = install.activations(layer.activation.name), methods[_METHODS[layer.routing.method]]
+    config = stock_config(layer, activation, method)
+    if layer.scheme.packing == "compressed-tensors":
         return _compressed_tensors(classes)
-    if problem.scheme.packing == "mxfp4":
+    if layer.scheme.packing == "mxfp4":
         chosen, found = oracle["select_deepseek_v4_mxfp4_moe_backend"](config)
     else:
-        declared = keys["kMxfp4Dynamic"] if problem.scheme.activations == "mxfp4" else None
+        declared = keys["kMxfp4Dynamic"] if layer.scheme.activations == "mxfp4" else None
         chosen, found = oracle["select_mxfp4_moe_backend"](config, declared)
     result = {"backend": chosen.value, "class": found.__name__}
     inputs = oracle["_backend_activation_key"](chosen)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from tests.lib.cases import MXFP8_W8A8, RELU2, SILU
+from tests.lib.cases import MXFP8_W8A8, RELU2, SILU, problem
 from tests.lib.golden_decisions import RELEASE, STOCK_CLASSES, GoldenTable, stock_config, stock_install, with_base_class
 from tests.lib.stock_code import FUSED_MOE, load
-from vllm_moe_oracle.core.problem import Activation, Parallel, Problem, Routing
+from vllm_moe_oracle.core.problem import Activation, Problem, Routing
 
 TP = (1, 2, 4, 8)
 
@@ -54,21 +54,13 @@ DIFFERENCES = {
 def layer(model: str, tp: int) -> Problem:
     """The model's MoE layer on one of `tp` ranks."""
     experts, top_k, hidden, inner, activation, routing = MODELS[model]
-    return Problem(
-        layer="model.layers.0.mlp.experts",
-        scheme=MXFP8_W8A8,
-        num_experts=experts,
-        local_experts=experts,
-        top_k=top_k,
-        hidden_size=hidden,
-        intermediate_size=inner // tp,
-        activation=activation,
-        routing=routing,
-        parallel=Parallel(tp=tp),
-    )
+    return problem(
+        scheme=MXFP8_W8A8, experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=inner // tp,
+        activation=activation, routing=routing, tp=tp,
+    )  # fmt: skip
 
 
-def stock(problem: Problem, capability: int) -> dict[str, str]:
+def stock(layer: Problem, capability: int) -> dict[str, str]:
     """What stock does for the layer: the backend and class it chooses, and what it raises later."""
     methods = load(RELEASE, f"{FUSED_MOE}/config.py")["RoutingMethodType"]
     install = stock_install(capability, methods)
@@ -89,17 +81,17 @@ def stock(problem: Problem, capability: int) -> dict[str, str]:
         prioritize_humming=install.prioritizes_humming, kMxfp8Static=weights, kMxfp8Dynamic=inputs,
     )  # fmt: skip
     oracle["_mxfp8_backend_to_kernel_cls"] = classes
-    activation = install.activations(STOCK_ACTIVATIONS[problem.activation.name])
-    config = stock_config(problem, activation, methods[STOCK_ROUTING[problem.routing.method]], torch.float32)
+    activation = install.activations(STOCK_ACTIVATIONS[layer.activation.name])
+    config = stock_config(layer, activation, methods[STOCK_ROUTING[layer.routing.method]], torch.float32)
     chosen, found = oracle["select_mxfp8_moe_backend"](config=config)
     result = {"backend": chosen.value, "class": found.__name__}
-    inner = problem.intermediate_size
+    inner = layer.intermediate_size
     if inner % 32:
         # ModelOptMxFp8FusedMoE.create_weights in quantization/modelopt.py.
         result["raises"] = (
             f"ValueError: MXFP8 MoE requires intermediate_size_per_partition divisible by 32, got {inner}"
         )
-    elif found.__name__ == "MarlinExperts" and not problem.activation.gated and inner % 64:
+    elif found.__name__ == "MarlinExperts" and not layer.activation.gated and inner % 64:
         # _moe_pad_shard_rows in quantization/utils/marlin_utils_fp8.py takes the rows for two halves.
         result["raises"] = f"RuntimeError: {inner} rows of non-gated experts are padded as if they were twice as many"
     return result

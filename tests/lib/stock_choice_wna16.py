@@ -11,10 +11,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tests.lib.cases import SILU
+from tests.lib.cases import problem
 from tests.lib.golden_decisions import RELEASE, STOCK_CLASSES, GoldenTable, stock_config, stock_install, with_base_class
 from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, load
-from vllm_moe_oracle.core.problem import ActOrder, Parallel, Problem, Routing, Scheme
+from vllm_moe_oracle.core.problem import ActOrder, Problem, Routing, Scheme
 
 TP = (1, 2, 4, 8)
 
@@ -68,19 +68,10 @@ DIFFERENCES = {
 def layer(model: str, tp: int) -> Problem:
     """The model's MoE layer on one of `tp` ranks."""
     (experts, top_k, hidden, inner), scheme, bias = MODELS[model]
-    return Problem(
-        layer="model.layers.0.mlp.experts",
-        scheme=scheme,
-        num_experts=experts,
-        local_experts=experts,
-        top_k=top_k,
-        hidden_size=hidden,
-        intermediate_size=inner // tp,
-        activation=SILU,
-        has_bias=bias,
-        routing=Routing("renormalize"),
-        parallel=Parallel(tp=tp),
-    )
+    return problem(
+        scheme=scheme, experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=inner // tp, has_bias=bias,
+        routing=Routing("renormalize"), tp=tp,
+    )  # fmt: skip
 
 
 class _ScalarType:
@@ -127,9 +118,9 @@ _OF_PACKING = {"awq": "AutoAWQConfig", "gptq": "AutoGPTQConfig", "moe_wna16": "M
                "compressed-tensors": "QuantizationArgs"}  # fmt: skip
 
 
-def stock(problem: Problem, capability: int) -> dict[str, str]:
+def stock(layer: Problem, capability: int) -> dict[str, str]:
     """What stock does for the layer: the backend and the class that it chooses, or what it raises."""
-    scheme = problem.scheme
+    scheme = layer.scheme
     if scheme.act_order == "group":
         return {"backend": "", "class": "", "raises": "ValueError: desc_act=True is no longer supported"}
     methods = load(RELEASE, f"{FUSED_MOE}/config.py")["RoutingMethodType"]
@@ -157,7 +148,7 @@ def stock(problem: Problem, capability: int) -> dict[str, str]:
         check_moe_marlin_supports_config=fits, **_CONFIGS, **given,
     )  # fmt: skip
     oracle["backend_to_kernel_cls"] = classes
-    config = stock_config(problem, install.activations("silu"), methods.Renormalize)
+    config = stock_config(layer, install.activations("silu"), methods.Renormalize)
     name, padding, bias = _OF_PACKING[scheme.packing], True, scheme.packing in ("awq", "gptq")
     result = {}
     if scheme.packing in ("awq", "gptq") and not fits(config, scheme.group_size, True):
@@ -179,10 +170,10 @@ def stock(problem: Problem, capability: int) -> dict[str, str]:
     if channel and "Marlin" not in found.__name__:
         # CompressedTensorsWNA16MoEMethod.__init__: for what is not Marlin.
         result["raises"] = 'AssertionError: weight_quant.strategy == "group"'
-    if scheme.packing == "compressed-tensors" and problem.intermediate_size % max(scheme.group_size, 1):
+    if scheme.packing == "compressed-tensors" and layer.intermediate_size % max(scheme.group_size, 1):
         # CompressedTensorsWNA16MoEMethod.create_weights.
         result["raises"] = "ValueError: CompressedTensors WNA16 MoE with static group scales requires whole groups"
-    if problem.has_bias and result.get("instead"):
+    if layer.has_bias and result.get("instead"):
         result["drops"] = "expert biases, without a word"
     return result
 

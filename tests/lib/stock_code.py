@@ -125,6 +125,12 @@ def load(release: str, path: str, **given: Any) -> dict[str, Any]:
     return names
 
 
+class UncachedFunctools:
+    """Stands for the module `functools` where stock's answers must not outlive a platform."""
+
+    cache = staticmethod(lambda function: function)
+
+
 class Platform:
     """vLLM's `current_platform` on a CUDA device of a compute capability (90 for sm_90); 0 for a CPU."""
 

@@ -17,7 +17,7 @@ from tests.lib.cases import GPT_OSS as HALVES
 from tests.lib.cases import MXFP8_W8A8, SILU, problem
 from tests.lib.releases import ReleaseUnavailable
 from tests.lib.releases import every_release as every_release
-from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, exists, load, tree
+from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, UncachedFunctools, exists, load, tree
 from vllm_moe_oracle import schemes
 from vllm_moe_oracle.backends import Backend
 from vllm_moe_oracle.core.problem import Activation, ActOrder, Device, Problem, Routing, Scheme
@@ -231,16 +231,12 @@ def stock_of(release: str, name: str, capability: int) -> tuple[Any, dict[str, A
     activation = globals_of(release, f"{FUSED_MOE}/activation.py", current_platform=platform)
     asked = ("MoEActivation", "apply_moe_activation_supported", "apply_moe_activation_masked_supported")
     names = globals_of(
-        release, f"{FUSED_MOE}/experts/{file}.py", current_platform=platform, functools=_Functools,
+        release, f"{FUSED_MOE}/experts/{file}.py", current_platform=platform, functools=UncachedFunctools,
         is_deep_gemm_supported=lambda: deep_gemm, has_flashinfer=lambda: True,
         has_flashinfer_cutlass_fused_moe=lambda: True, has_triton_kernels=lambda: True,
         get_triton_kernels_version=lambda: None, **{key: activation[key] for key in asked if key in activation},
     )  # fmt: skip
     return names[class_name], names
-
-
-class _Functools:
-    cache = staticmethod(lambda function: function)
 
 
 def quant_keys(name: str, names: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -390,9 +390,7 @@ def running(process: int) -> bool:
 
 
 @pytest.mark.full
-def test_the_cache_of_a_killed_server_is_completed_by_the_next_start(
-    only: Callable[..., None], tmp_path: Path
-) -> None:
+def test_the_cache_of_a_killed_server_is_completed_by_the_next_start(only: Callable[..., None], tmp_path: Path) -> None:
     only("slow", "fast")
     server, log = new_server(tmp_path, "killed")
     until = time.monotonic() + 200

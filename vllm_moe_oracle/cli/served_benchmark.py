@@ -227,7 +227,7 @@ def served_name(port: int) -> str:
         return str(answer["data"][0]["id"])
 
 
-def tail(log: Path, lines: int = _LOG_LINES) -> str:
+def tail(log: Path) -> str:
     """The errors in a log, and its last lines without vLLM's list of HTTP routes.
 
     vLLM's last error is that another process failed: the cause stands further up.
@@ -235,8 +235,8 @@ def tail(log: Path, lines: int = _LOG_LINES) -> str:
     with contextlib.suppress(OSError):
         text = log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
         shown = [line for line in text.splitlines() if " Route: " not in line]
-        errors = dict.fromkeys(found[0] for line in shown[:-lines] if (found := _ERROR.search(line)))
-        return "\n".join([*list(errors)[:_ERROR_LINES], *(["..."] if errors else []), *shown[-lines:]])
+        errors = dict.fromkeys(found[0] for line in shown[:-_LOG_LINES] if (found := _ERROR.search(line)))
+        return "\n".join([*list(errors)[:_ERROR_LINES], *(["..."] if errors else []), *shown[-_LOG_LINES:]])
     return ""
 
 

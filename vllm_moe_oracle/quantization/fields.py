@@ -14,8 +14,7 @@ from .patterns import MatchBudget, PatternList, WildcardPattern
 
 def short_repr(value: object) -> str:
     """A value for a message, shortened if it is long."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(repr(value), 60)
 
 
 def shortened(text: str, most: int = 160) -> str:
