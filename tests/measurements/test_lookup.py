@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.lib.cases import problem
@@ -166,3 +167,47 @@ def test_what_breaks_while_times_are_compared_is_a_remark(tmp_path: Path, monkey
     monkeypatch.setattr(latency_model, "predict", lambda *arguments: lookup.MeasurementSet())
     made = decided(tmp_path / "cache", *times(HUMMING, 50), *times(OWN, 10))
     assert made.why == "static" and "the cache is not used" in made.explanation and "math range" in made.explanation
+
+
+# --- Cells that a backend lacks ---------------------------------------------------------------------------------------
+
+
+def lacking(*counts: int) -> list[Sample]:
+    return times(OWN, 10, tuple(count for count in COUNTS if count not in counts))
+
+
+def test_a_backend_that_lacks_a_time_is_still_compared(tmp_path: Path) -> None:
+    made = decided(tmp_path, *times(HUMMING, 50), *times(MARLIN, 40), *lacking(512))
+    assert (made.backend, made.why) == (OWN, "predicted")
+    assert f"{OWN} was measured at 11 of 12 numbers of tokens, 1 predicted (512)" in made.explanation
+
+
+def test_a_cell_that_failed_is_not_one_that_is_missing(tmp_path: Path) -> None:
+    """A kernel that cannot run at a number of tokens is not chosen; lack of memory says nothing about it."""
+    rest = (*times(HUMMING, 50), *times(MARLIN, 40), *lacking(512))
+    failed = decided(tmp_path / "failed", *rest, *fails(OWN, 512))
+    assert (failed.backend, failed.why) == (MARLIN, "measured") and "11 of 12" not in failed.explanation
+    short = Sample(OWN, "16bit", 512, "uniform", failure="CUDA error: out of memory")
+    assert decided(tmp_path / "short", *rest, short).backend == OWN
+
+
+def test_many_missing_times_are_not_filled_in(tmp_path: Path) -> None:
+    made = decided(tmp_path, *times(HUMMING, 50), *times(MARLIN, 40), *lacking(64, 128, 256, 512))
+    assert (made.backend, made.why, made.tunable) == (MARLIN, "measured", True)
+    assert f"{OWN}: measured at 32 and next at 1024 tokens, which leaves too much between" in made.explanation
+
+
+def test_without_a_prediction_a_time_is_interpolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency_model, "why_unpredictable", lambda *arguments: "not predicted")
+    made = decided(tmp_path, *times(HUMMING, 50), *times(MARLIN, 40), *lacking(512))
+    assert (made.backend, made.why) == (OWN, "predicted") and "1 interpolated (512)" in made.explanation
+
+
+def test_a_tile_is_not_stretched_over_a_number_of_tokens_that_is_missing(tmp_path: Path) -> None:
+    tile = '{"gate_up": {}}'
+    tiled = [msgspec.structs.replace(each, tile=tile if each.tokens == 256 else "") for each in lacking(512)]
+    decided(tmp_path, *times(HUMMING, 50), *times(MARLIN, 40), *tiled)
+    chosen = settings.load({}, assignments={"cache": str(tmp_path)})
+    found = lookup.find_measurements(LAYER, H200, chosen)
+    assert found is not None
+    assert [(most, each) for most, each in found.tiles[OWN] if 128 < most < 1024] == [(181, ""), (362, tile), (724, "")]

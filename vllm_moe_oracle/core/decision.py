@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -172,6 +173,21 @@ class TokenRange:
 
 
 @dataclass(frozen=True, slots=True)
+class FilledTimes:
+    """Predicted times of a candidate that was measured at most other numbers of tokens.
+
+    Attributes:
+        backend: its name.
+        times: the predicted times in microseconds, by number of tokens, under uniform routing.
+        error: standard deviation of the logarithm of its mean time over the objective, as far as these cause it.
+    """
+
+    backend: str
+    times: tuple[tuple[int, float], ...]
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredOutcome:
     """The figures behind a decision by measurement. Times are medians in microseconds under uniform routing.
 
@@ -186,6 +202,7 @@ class MeasuredOutcome:
         times: the times of each compared candidate, by number of tokens.
         remarks: how the measuring machine differs from this one, and which candidates were not compared.
         errors: standard deviation of the logarithm of predicted times, by candidate; empty when all were measured.
+        filled: predicted times of candidates at single numbers of tokens, as far as the choice may depend on them.
     """
 
     objective: str
@@ -197,6 +214,17 @@ class MeasuredOutcome:
     times: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
     remarks: tuple[str, ...] = ()
     errors: tuple[tuple[str, float], ...] = ()
+    filled: tuple[FilledTimes, ...] = ()
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the choice depends on predicted times."""
+        return bool(self.errors or self.filled)
+
+    def error_of(self, backend: str) -> float:
+        """Standard deviation of the logarithm of a candidate's mean time over the objective; 0 when it was measured."""
+        filled = (each.error for each in self.filled if each.backend == backend)
+        return math.hypot(dict(self.errors).get(backend, 0.0), *filled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ class MeasurementSet:
         tiles: the fastest tile configurations by backend, as in `ShardPlan.tiles`.
         errors: standard deviations of the logarithms of times that are predicted, by backend; a backend that is not
             named was measured.
+        filled: predicted times of backends at the few numbers of tokens at which they were not measured, as in `times`.
+        cell_errors: standard deviations of the logarithm of a single predicted time, by backend.
     """
 
     times: Mapping[str, Latencies] = field(default_factory=dict)
@@ -29,3 +31,10 @@ class MeasurementSet:
     remarks: tuple[str, ...] = ()
     tiles: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
+    filled: Mapping[str, Latencies] = field(default_factory=dict)
+    cell_errors: Mapping[str, float] = field(default_factory=dict)
+
+    def known_times(self, name: str) -> Latencies:
+        """The times of a backend: measured, and filled in where it was not."""
+        times, filled = self.times.get(name, {}), self.filled.get(name, {})
+        return {routing: {**counts, **filled.get(routing, {})} for routing, counts in times.items()}

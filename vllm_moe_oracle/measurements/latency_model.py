@@ -34,7 +34,7 @@ TILE_ROWS = (8, 16, 32, 64, 128)
 """Heights of the tiles whose rates are fitted: rows of one expert that a block computes at once."""
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Numbers of tokens for which times are predicted."""
+"""Numbers of tokens for which times are predicted where none was measured."""
 
 MAX_EXTRAPOLATION = 2.0
 """How far, as a factor, a size may lie outside the fitted layers' before nothing is predicted."""
@@ -249,7 +249,12 @@ def why_unpredictable(model: LatencyModel, shape: KernelShape, device: Device) -
 
 
 def predict(
-    shape: KernelShape, device: Device, names: Iterable[str], router: bool, model: LatencyModel | None = None
+    shape: KernelShape,
+    device: Device,
+    names: Iterable[str],
+    router: bool,
+    model: LatencyModel | None = None,
+    counts: Iterable[int] = TOKENS,
 ) -> MeasurementSet:
     """Predicted times of backends, as measurements with an error.
 
@@ -259,9 +264,10 @@ def predict(
         names: backends; those that were not fitted are left out.
         router: a compared backend computes top-k inside its kernel, so that the others' times include it.
         model: the parameters; None for those that come with the package.
+        counts: numbers of tokens.
 
     Returns:
-        Times under uniform routing at `TOKENS`; a remark and no times where nothing is predicted.
+        Times under uniform routing; a remark and no times where nothing is predicted.
     """
     model = model or shipped()
     why = why_unpredictable(model, shape, device)
@@ -273,12 +279,14 @@ def predict(
     rate *= (device.sm_count or here.sm_count) / here.sm_count  # a part of a card (MIG) has its share
     known = {name: model.backends[name] for name in names if name in model.backends}
     times = {
-        name: {"uniform": {tokens: predict_us(each, shape, tokens, router, bandwidth, rate) for tokens in TOKENS}}
+        name: {"uniform": {tokens: predict_us(each, shape, tokens, router, bandwidth, rate) for tokens in counts}}
         for name, each in known.items()
     }
     # A card that was not fitted: its scaling is one more thing that may be wrong, as much as the model itself.
-    errors = {name: each.error * (1.0 if fitted else math.sqrt(2.0)) for name, each in known.items()}
-    return MeasurementSet(times, model.source, errors=errors)
+    farther = 1.0 if fitted else math.sqrt(2.0)
+    errors = {name: each.error * farther for name, each in known.items()}
+    cell_errors = {name: each.cell_error * farther for name, each in known.items()}
+    return MeasurementSet(times, model.source, errors=errors, cell_errors=cell_errors)
 
 
 def _required_spec(name: str) -> DeviceSpec:

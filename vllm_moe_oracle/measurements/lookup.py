@@ -2,15 +2,16 @@
 
 Sources are searched in this order: the profile of the setting `profile`, the cache, the shipped profiles. The first
 source answers whose measurements are valid here and sufficient for a choice. Times of two sources are never combined,
-and an unfinished run of `tune` does not hide a complete profile. Where no source suffices, times are predicted
-(`latency_model`). What cannot be read becomes a remark, not an error: serving does not depend on measurements.
+and an unfinished run of `tune` does not hide a complete profile. The few times that a backend lacks in a source are
+filled in (`missing_times`). Where no source suffices, times are predicted (`latency_model`). What cannot be read
+becomes a remark, not an error: serving does not depend on measurements.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +32,7 @@ from . import environment, latency_model, profile
 from .bench_records import is_out_of_memory
 from .environment import Environment
 from .kernel_shape import KernelShape, Sample, kernel_shape_of
+from .missing_times import fill_missing
 from .store import shared_store
 
 _EnvironmentSamples = tuple[Environment, list[Sample]]
@@ -63,6 +65,13 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
         return MeasurementSet(remarks=("times are of tokens in rows, and this layer's are sorted by expert",))
     shape, here = kernel_shape_of(problem), Environment.of(device)
     judged = evaluate_candidates(problem, device, settings, default_registry())
+    router = any(default_registry()[each.backend].monolithic for each in judged if each.accepted)
+
+    def predicted_here(names: Sequence[str], counts: Sequence[int] = latency_model.TOKENS) -> MeasurementSet:
+        if device.kind != "cuda":
+            return MeasurementSet()
+        return latency_model.predict(shape, device, names, router, None, counts)
+
     remarks: list[str] = []
     first: MeasurementSet | None = None
     failures: dict[str, str] = {}
@@ -74,6 +83,7 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
                     continue
                 measured = _measurement_set(f"{name} ({valid.environment})", valid.samples, problem)
                 measured = _usable_here(measured, valid, here, failures, remarks)
+                measured = fill_missing(measured, _compared_backends(judged), predicted_here)
                 why = _why_undecided(measured, judged, settings)
         except (MeasurementError, SettingError) as error:
             remarks.append(sanitize(f"{name} is not used: {error}"))
@@ -83,9 +93,8 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
             return measured
         remarks.append(why)
         first = first or measured
-    predicted = MeasurementSet()
-    if device.kind == "cuda":
-        predicted = _predicted(shape, judged, device, failures)
+    accepted = [each.backend for each in judged if each.accepted and each.backend not in failures]
+    predicted = dataclasses.replace(predicted_here(accepted), failures=dict(failures))
     if predicted.times and not _why_undecided(predicted, judged, settings):
         return dataclasses.replace(predicted, remarks=(*remarks, *predicted.remarks))
     return first or MeasurementSet(remarks=(*remarks, *predicted.remarks))
@@ -111,17 +120,6 @@ def _usable_here(
         tiles = {}
         said.append("measured tile configurations are ignored: other kernel sources or another Triton")
     return MeasurementSet(times, measured.source, {**failures, **measured.failures}, tuple(said), tiles, errors)
-
-
-def _predicted(
-    shape: KernelShape, judged: tuple[Candidate, ...], device: Device, failures: dict[str, str]
-) -> MeasurementSet:
-    """Predicted times of the backends that the oracle could choose, without those that failed when measured."""
-    registry = default_registry()
-    accepted = [each.backend for each in judged if each.accepted]
-    router = any(registry[name].monolithic for name in accepted)
-    names = [name for name in accepted if name not in failures]
-    return dataclasses.replace(latency_model.predict(shape, device, names, router), failures=dict(failures))
 
 
 def _release_errors(names: Iterable[str], there: Environment, here: Environment) -> tuple[dict[str, float], list[str]]:
@@ -156,14 +154,21 @@ def _kernel_packages(backend: Backend) -> tuple[tuple[str, ...], bool]:
 
 def _why_undecided(measured: MeasurementSet, judged: tuple[Candidate, ...], settings: Settings) -> str:
     """Why measurements are not sufficient for a choice; "" if they are."""
-    static = next((each for each in judged if each.accepted), None)
-    if static is None or static.backend == REFERENCE_BACKEND:
+    names = _compared_backends(judged)
+    if not names:
         return ""
-    names = equivalent_backends(static, judged)
     choice = choose_fastest(measured, names, parse_objective(settings.objective), settings.min_time_saving)
     if choice.measured is not None:
         return ""
     return choice.explanation or f"{measured.source} has no times of these backends"
+
+
+def _compared_backends(judged: tuple[Candidate, ...]) -> tuple[str, ...]:
+    """The backends among which times decide; empty if none can run the layer but the reference."""
+    static = next((each for each in judged if each.accepted), None)
+    if static is None or static.backend == REFERENCE_BACKEND:
+        return ()
+    return equivalent_backends(static, judged)
 
 
 def _sources(
@@ -276,7 +281,9 @@ def _measurement_set(source: str, samples: Iterable[Sample], problem: Problem) -
     times: dict[str, dict[str, dict[int, float]]] = {}
     for sample in timed:
         times.setdefault(sample.backend, {}).setdefault(sample.routing, {})[sample.tokens] = sample.us
-    tiles = {name: rows for name in times if (rows := _tile_ranges([each for each in timed if each.backend == name]))}
+    counts = sorted({each.tokens for each in timed if each.routing == "uniform"})
+    own = {name: [each for each in timed if each.backend == name] for name in times}
+    tiles = {name: rows for name, found in own.items() if (rows := _tile_ranges(found, counts))}
     return MeasurementSet(times, source, failures, tiles=tiles)
 
 
@@ -293,14 +300,19 @@ def _summarize_failures(samples: list[Sample]) -> str:
     return f"failed with {first.tokens} tokens{skewed}: {why}"
 
 
-def _tile_ranges(samples: list[Sample]) -> tuple[tuple[int, str], ...]:
+def _tile_ranges(samples: list[Sample], counts: list[int]) -> tuple[tuple[int, str], ...]:
     """The fastest tile configurations of a backend: (largest number of tokens, configuration), ascending.
 
-    Each range ends at the geometric mean of its number of tokens and the next. Empty if the backend's own choice was
-    the fastest everywhere.
+    Each range ends at the geometric mean of its number of tokens and the next. Where only other backends were measured
+    the backend's own choice runs. Empty if that was the fastest everywhere.
+
+    Args:
+        samples: the backend's.
+        counts: numbers of tokens at which any backend was measured, ascending.
     """
-    found = sorted((each.tokens, each.tile) for each in samples if each.routing == "uniform")
-    if not any(tile for _, tile in found):
+    known = {each.tokens: each.tile for each in samples if each.routing == "uniform"}
+    found = [(count, known.get(count, "")) for count in counts]
+    if not any(known.values()):
         return ()
     following = [tokens for tokens, _ in found[1:]]
     return tuple(

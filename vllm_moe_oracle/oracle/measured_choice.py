@@ -3,17 +3,19 @@
 Pure: the times come in as a `MeasurementSet`. Times are compared as ratios (a geometric mean over token counts), so
 that one long prefill does not outweigh every decode step. The static choice stays unless another candidate saves more
 of its time than the setting `min_time_saving`. A saving is ``1 - time / time of the slower one``. Predicted times have
-an error: a candidate must then save so much that its advantage also exceeds the error of the two times' ratio.
+an error: a candidate must then save so much that its advantage also exceeds the error of the two times' ratio. A time
+that was filled in at one number of tokens has an error as far as the objective weighs it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..core.decision import MeasuredOutcome, TokenRange
+from ..core.decision import FilledTimes, MeasuredOutcome, TokenRange
 from ..core.measurement_set import Latencies, MeasurementSet
 from ..core.objectives import Objective
 
@@ -23,6 +25,10 @@ last one is extrapolated: kernels change their tiles at every factor of two to f
 
 _UNWEIGHTED_SHARE = 0.01
 """Weight of all measured token counts together, beside the objective's, when two backends share a layer."""
+
+_CONTENDER_ERRORS = 2.0
+"""A candidate with times that were filled in may be the fastest if it is, by so many of its standard deviations less
+time."""
 
 CanShare = Callable[[str, str], bool]
 """Whether two backends may share one layer, each for a range of token counts."""
@@ -50,10 +56,22 @@ class MeasuredChoice:
 
 
 class LatencyCurve:
-    """The times of one backend, in microseconds by routing and number of tokens."""
+    """The times of one backend, in microseconds by routing and number of tokens.
 
-    def __init__(self, times: Latencies) -> None:
+    Args:
+        times: measured, and filled in.
+        filled: those that were filled in.
+    """
+
+    def __init__(self, times: Latencies, filled: Latencies | None = None) -> None:
         self.points = {routing: dict(counts) for routing, counts in times.items() if counts}
+        self.filled = filled or {}
+
+    @property
+    def measured(self) -> dict[int, float]:
+        """The measured times under uniform routing."""
+        filled = self.filled.get("uniform", {})
+        return {count: us for count, us in self.points["uniform"].items() if count not in filled}
 
     def coverage_gap(self, objective: Objective, routing: str = "uniform") -> str:
         """Why the measured token counts do not cover the objective's; empty when they do."""
@@ -93,6 +111,16 @@ class LatencyCurve:
             for routing in routings
             for tokens, weight in objective.weights
         )
+
+    def filled_weight(self, objective: Objective, routings: Sequence[str]) -> float:
+        """By how much the score grows if the logarithms of all times that were filled in grow by one."""
+        points = {
+            routing: {
+                count: us * (math.e if count in self.filled.get(routing, {}) else 1.0) for count, us in counts.items()
+            }
+            for routing, counts in self.points.items()
+        }
+        return LatencyCurve(points).score(objective, routings) - self.score(objective, routings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +169,30 @@ def choose_fastest(
     if len(found.curves) == 1 and base == static:
         remarks = ("no other backend was measured", *found.remarks)
         return MeasuredChoice(static, f"{undecided}: {'; '.join(remarks)}")
-    scores = _scores(found.curves, objective)
+    routings = _compared_routings(found.curves, objective)
+    scores = {name: curve.score(objective, routings) for name, curve in found.curves.items()}
+    filled = _filled_errors(measurements, found.curves, objective, routings)
+    errors = {name: math.hypot(measurements.errors.get(name, 0.0), filled.get(name, 0.0)) for name in scores}
     # The fastest that saves enough, else the fastest; ties go to the first in static order.
     by_time = sorted(scores, key=lambda name: scores[name])
     savings = {name: 1.0 - math.exp(scores[name] - scores[base]) for name in by_time}
-    limits = {name: required_saving(min_time_saving, measurements.errors, base, name) for name in by_time}
+    limits = {name: required_saving(min_time_saving, errors, base, name) for name in by_time}
     better = [name for name in by_time if name != base and savings[name] > limits[name]]
     fastest = (better or by_time)[0]
     winner = fastest if better else base
     saving, needed = savings[fastest], limits[fastest]
-    counts = sorted(set.intersection(*(set(curve.points["uniform"]) for curve in found.curves.values())))
+    counts = sorted(set.intersection(*(set(curve.measured) for curve in found.curves.values())))
     time_saved = saving if winner == fastest else 0.0
     outcome = _outcome(found, objective, measurements, base, winner, time_saved, counts, min_time_saving)
+    contenders = [
+        FilledTimes(name, tuple(sorted(measurements.filled[name].get("uniform", {}).items())), error)
+        for name, error in filled.items()
+        if name == base or scores[name] - _CONTENDER_ERRORS * error <= scores[winner]
+    ]
+    outcome = dataclasses.replace(outcome, filled=tuple(contenders))
     explanation = _explain(winner, static, fastest, saving, needed, outcome)
     # Two backends share a layer for a few percent at some numbers of tokens, which predictions do not resolve.
-    can_share = _never if outcome.errors else can_share
+    can_share = _never if outcome.is_predicted else can_share
     token_ranges = _split_by_tokens(winner, found.curves, counts, objective, min_time_saving, can_share)
     if token_ranges:
         ranges = [
@@ -185,7 +222,7 @@ def _comparable(measurements: MeasurementSet, accepted: Sequence[str], objective
     for name in accepted:
         if name in missing or name not in measurements.times:
             continue
-        curve = LatencyCurve(measurements.times[name])
+        curve = LatencyCurve(measurements.known_times(name), measurements.filled.get(name))
         gap = curve.coverage_gap(objective)
         if gap:
             missing[name] = gap
@@ -196,12 +233,19 @@ def _comparable(measurements: MeasurementSet, accepted: Sequence[str], objective
     return _Comparison(curves, missing, unknown, (*measurements.remarks, *notes))
 
 
-def _scores(curves: Mapping[str, LatencyCurve], objective: Objective) -> dict[str, float]:
+def _compared_routings(curves: Mapping[str, LatencyCurve], objective: Objective) -> list[str]:
     # Skewed routing counts only when every curve covers the objective with it, as uniform routing does: a partial one
     # would be extrapolated to the rest.
     complete = all(not curve.coverage_gap(objective, "skewed") for curve in curves.values())
-    routings = ["uniform", "skewed"] if complete else ["uniform"]
-    return {name: curve.score(objective, routings) for name, curve in curves.items()}
+    return ["uniform", "skewed"] if complete else ["uniform"]
+
+
+def _filled_errors(
+    measurements: MeasurementSet, curves: Mapping[str, LatencyCurve], objective: Objective, routings: Sequence[str]
+) -> dict[str, float]:
+    """Errors of the scores of backends with times that were filled in; without those that the objective ignores."""
+    weights = {name: curve.filled_weight(objective, routings) for name, curve in curves.items() if curve.filled}
+    return {name: weight * measurements.cell_errors[name] for name, weight in weights.items() if weight > 1e-9}
 
 
 def _outcome(
@@ -214,7 +258,7 @@ def _outcome(
     counts: Sequence[int],
     min_time_saving: float,
 ) -> MeasuredOutcome:
-    times = {name: curve.points["uniform"] for name, curve in found.curves.items()}
+    times = {name: curve.measured for name, curve in found.curves.items()}
     fastest = {count: min(times, key=lambda name: times[name][count]) for count in counts}
     losses = [(count, name, 1 - times[name][count] / times[winner][count]) for count, name in fastest.items()]
     return MeasuredOutcome(
@@ -233,13 +277,13 @@ def _outcome(
 def _explain(winner: str, static: str, fastest: str, saving: float, needed: float, outcome: MeasuredOutcome) -> str:
     base = outcome.comparison_base
     objective = f"for the objective {outcome.objective}"
-    share = f"about {saving:.0%}" if outcome.errors else f"{saving:.1%}"
+    share = f"about {saving:.0%}" if outcome.is_predicted else f"{saving:.1%}"
     if winner != base:
         # The base is the static choice, or the first in static order that could be measured.
         described = f"{base}, the static choice," if base == static else base
         text = f"takes {share} less time than {described} {objective}"
     elif fastest != base:
-        limit = "min_time_saving with the prediction's error" if outcome.errors else "min_time_saving"
+        limit = "min_time_saving with the prediction's error" if outcome.is_predicted else "min_time_saving"
         text = f"first in the static order; {fastest} takes only {share} less time {objective}"
         text += f", and {limit} asks for {needed:.0%}"
     elif len(outcome.times) == 1:

@@ -193,7 +193,7 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
     why: DecidedBy = "static"
     if choice.measured is not None:
         chosen = next(candidate for candidate in case.accepted if candidate.backend == choice.backend)
-        why, explanation = "predicted" if choice.measured.errors else "measured", choice.explanation
+        why, explanation = "predicted" if choice.measured.is_predicted else "measured", choice.explanation
     elif choice.explanation:
         explanation = f"{explanation}; {choice.explanation}"
     tunable = False
@@ -259,13 +259,13 @@ def _has_gaps(measurements: MeasurementSet, chosen: Candidate, case: _DecisionIn
     """Whether a candidate was measured, but at too few numbers of tokens to be compared."""
     objective = parse_objective(case.settings.objective)
     names = set(equivalent_backends(chosen, case.candidates)) - measurements.failures.keys()
-    times = (measurements.times[name] for name in names if name in measurements.times)
+    times = (measurements.known_times(name) for name in names if name in measurements.times)
     return any(bool(LatencyCurve(each).coverage_gap(objective)) for each in times)
 
 
 def _is_uncertain(outcome: MeasuredOutcome) -> bool:
     """Whether the static choice stands although another backend is predicted to be faster at some numbers of tokens."""
-    return bool(outcome.errors and not outcome.time_saved and outcome.slower_at)
+    return outcome.is_predicted and not outcome.time_saved and bool(outcome.slower_at)
 
 
 def _with_tiles(decision: Decision, measurements: MeasurementSet | None) -> Decision:

@@ -349,7 +349,10 @@ def _print_outcomes(
         facts += [("backend", result["backend"] or "none"), ("why", f"{result['why']}: {result['explanation']}")]
         output.show(f"\n{result['layer']}", output.key_value_table(facts))
         if result["times"]:
-            counts = list(next(iter(result["times"].values())))
-            rows = [[name, *(f"{us[count]:.0f}" for count in counts)] for name, us in result["times"].items()]
+            counts = sorted({count for us in result["times"].values() for count in us}, key=int)
+            rows = [
+                [name, *(f"{us[count]:.0f}" if count in us else "" for count in counts)]
+                for name, us in result["times"].items()
+            ]
             output.show_table(("us by tokens", *counts), rows, indent=2)
     output.show(f"\nkept in {cache}")
