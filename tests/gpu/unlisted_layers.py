@@ -4,7 +4,9 @@ judge the latency model (`tests.tools.fit_latency`).
     python -m tests.gpu.unlisted_layers --jsonl unlisted.jsonl [--budget SECONDS] [--jobs N] [--only WORDS]
 
 One H200 with vLLM and 16 cores: seven layers took 510 s at the eleven numbers of tokens, eighteen took 430 s at six;
-most of it is compilation, in `--jobs` processes. Exit status 4 when a backend failed.
+most of it is compilation, in `--jobs` processes. With ``--tiles N`` the times of our kernels are those of the fastest
+of N other tile configurations where one is faster, and `tests.tools.merge_times` takes both into the profile of this
+GPU alone. Exit status 4 when a backend failed.
 """
 
 from __future__ import annotations
@@ -97,6 +99,7 @@ def main() -> int:
     parser.add_argument("--listed", action="store_true", help="layers of shapes.json, too")
     parser.add_argument("--skip", type=int, default=0, help="leave out this many of the first layers")
     parser.add_argument("--backend", default="", help="time only these backends and no stock layer, comma-separated")
+    parser.add_argument("--tiles", type=int, default=0, help="tile configurations timed beside our kernels' choice")
     parser.add_argument("--tokens", default=",".join(map(str, COUNTS)), help="numbers of tokens")
     options = parser.parse_args()
     device = detect.detect()
@@ -104,13 +107,14 @@ def main() -> int:
     backends = tuple(filter(None, options.backend.split(",")))
     stock = () if backends else ("auto",)
     plan = BenchOptions(
-        counts, replays=9, seconds=1.0, jobs=options.jobs, budget=options.budget, only=backends, stock=stock
-    )
+        counts, replays=9, seconds=1.0, jobs=options.jobs, budget=options.budget, only=backends, stock=stock,
+        tiles=options.tiles,
+    )  # fmt: skip
     settings = Settings(cache="none")
     command = f"python -m tests.gpu.unlisted_layers --jsonl {options.jsonl.name} --jobs {options.jobs} "
     command += f"--skip {options.skip} --tokens {options.tokens}"
     command += f" --only {options.only}" * bool(options.only) + f" --backend {options.backend}" * bool(backends)
-    command += " --listed" * options.listed
+    command += " --listed" * options.listed + f" --tiles {options.tiles}" * bool(options.tiles)
     layers = [*LAYERS[options.skip :], *(model_shapes.served_problems() if options.listed else ())]
     words = options.only.split(",")
     exact = {word: [each for each in layers if each.layer == word] for word in words}
@@ -124,6 +128,8 @@ def main() -> int:
             file.write(msgspec.json.encode(record) + b"\n")
             file.flush()
             print(record.layer["name"], record.tokens, {name: round(us) for name, us in record.us.items()}, flush=True)
+            for name, tile in record.tiles.items():
+                print(f"  {name} with {tile}", flush=True)
             if record.tokens == max(counts) and record.failures:
                 print("  failures", {name: each[:160] for name, each in record.failures.items()}, flush=True)
     return 4 if failed else 0

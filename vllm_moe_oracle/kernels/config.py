@@ -82,8 +82,9 @@ def candidate_configs(
 ) -> list[LaunchConfig]:
     """Configurations worth timing beside the chosen one, the likeliest first; none where the persistent kernels run.
 
-    These are the fastest of similar shapes with as many rows per expert. For a shape that is not in the shipped table,
-    they alternate with tiles one width narrower or wider than the heuristic's.
+    These are the fastest of similar shapes with as many rows per expert, after the heuristic's own where the shipped
+    table holds another. For a shape that is not in the table, they alternate with tiles one width narrower or wider
+    than the heuristic's.
 
     Args:
         weights: the layer; tensors on the meta device will do.
@@ -103,6 +104,7 @@ def candidate_configs(
         for shape, table in shapes.items():
             found += _nearby_configs(shape, table, weights, tokens, rows, 0.0 if name == format_key(weights) else 0.5)
     configs = [config for _, config in sorted(found, key=lambda pair: pair[0])]
+    configs.insert(0, heuristic_config(weights, top_k, tokens))
     if shape_key(weights, top_k) not in measured_table().get(format_key(weights), {}):
         configs = [each for pair in itertools.zip_longest(_neighbors(chosen), configs) for each in pair if each]
     fit = [each for each in dict.fromkeys(configs) if each != chosen and is_suitable(weights, top_k, each, quantize)]

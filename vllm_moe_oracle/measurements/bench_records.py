@@ -59,7 +59,7 @@ class BenchRecord(msgspec.Struct, frozen=True, kw_only=True):
         errors: relative errors of the checked tokens, without stock layers.
         failures: why a backend or stock layer has no time.
         stock: vLLM's class by name of the stock layer.
-        tiles: tile configurations by backend, where serving would use a measured one.
+        tiles: tile configurations by backend, where serving would use a measured one or another was faster.
         router_included: whether times include top-k over the router's logits.
         roofline_us: the roofline; None for an unknown GPU.
         fraction_of_roofline: roofline over time by backend; None for an unknown GPU.

@@ -44,6 +44,7 @@ class BenchOptions:
         jobs: worker processes that compile first; 0 to compile in this process.
         budget: seconds after which no further layer is started; None for no limit.
         gpus: GPUs to measure on, as `devices.detect.select_gpus` names them; empty for this process's own.
+        tiles: tile configurations timed beside what serving would use. The fastest is the backend's time.
     """
 
     counts: tuple[int, ...]
@@ -55,6 +56,7 @@ class BenchOptions:
     jobs: int = 0
     budget: float | None = None
     gpus: tuple[str, ...] = ()
+    tiles: int = 0
 
 
 def conditions(device: Device, options: BenchOptions, command: str) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def bench(
         stock = [f"{STOCK_PREFIX}{name}" for name in options.stock]
         work = [(problem, [*names, *stock]) for problem, names in zip(problems, chosen, strict=True)]
         seconds = None if options.budget is None else options.budget * COMPILE_BUDGET_SHARE
-        precompile(work, device, options.counts, options.jobs, progress, options.gpus, seconds=seconds)
+        precompile(work, device, options.counts, options.jobs, progress, options.gpus, options.tiles, seconds)
     if options.gpus:
         until = None if options.budget is None else time.time() + options.budget - (time.monotonic() - begin)
         tasks = [_BenchTask(problem, device, settings, options, until) for problem in problems]
@@ -217,7 +219,7 @@ def _make_record(
     """Measures at one number of tokens."""
     samples = {
         each.backend: each
-        for each in layers.measure(count, options.routing, options.replays, options.seconds, fixed_tiles=tiles)
+        for each in layers.measure(count, options.routing, options.replays, options.seconds, options.tiles, tiles)
     }
     timed = {name: each for name, each in samples.items() if not each.failure}
     bound = roofline_us(problem, count, device.name)
@@ -233,7 +235,7 @@ def _make_record(
         errors={name: float(f"{each.error:.3g}") for name, each in timed.items() if name not in stock},
         failures=dict(layers.failures),
         stock=dict(stock),
-        tiles={name: tile for name, tile in tiles.items() if name in timed},
+        tiles={name: each.tile for name, each in timed.items() if each.tile},
         router_included=layers.routed,
         roofline_us=None if bound is None else round(bound, 2),
         fraction_of_roofline=None
