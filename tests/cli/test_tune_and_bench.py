@@ -477,3 +477,10 @@ def test_status_says_what_is_kept(run: Run, measured: Path, monkeypatch: pytest.
     (measured / "measurements.sqlite").write_bytes(b"rubbish")
     result = run("status")
     assert result.status == 0 and "not used:" in result.out
+
+
+def test_the_table_of_times_has_an_empty_cell_where_one_is_missing() -> None:
+    from vllm_moe_oracle.cli.commands.tune import _time_rows
+
+    found = _time_rows({"a": {"1": 5.4, "16": 7.0}, "b": {"1": 6.0, "4": 6.6, "16": 9.0}})
+    assert found == (("us by tokens", "1", "4", "16"), [["a", "5", "", "7"], ["b", "6", "7", "9"]])

@@ -33,7 +33,7 @@ from vllm_moe_oracle.measurements import lookup, model_shapes, profile
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import Store
-from vllm_moe_oracle.measuring import engine, timing, tuning
+from vllm_moe_oracle.measuring import benchmarks, engine, timing, tuning
 from vllm_moe_oracle.oracle import selection as oracle_module
 from vllm_moe_oracle.oracle.selection import decide
 
@@ -149,6 +149,19 @@ def test_zero_tiles_times_only_the_own_choice(
     assert {each.tile for each in outcome.samples} == {""}
 
 
+def test_a_benchmark_may_time_other_tiles(
+    tiled: Tiled,
+    backends: Callable[..., None],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    backends(tiled, Slowed("other", 2.0))
+    for tiles, expected in ((0, {}), (4, {"tiled": "quick"})):
+        options = benchmarks.BenchOptions((16,), replays=3, stock=(), tiles=tiles)
+        (record,) = benchmarks.bench([LAYERS["mxfp8"]], HERE, chosen(tmp_path), options)
+        assert record.tiles == expected
+        assert {each.backend: each.tile for each in record.samples("uniform") if each.tile} == expected
+
+
 @pytest.mark.parametrize("tile", ["x" * 3000, "a\nb", "\x1b[31m"])
 def test_an_unparsable_tile_configuration_invalidates_its_measurement(tile: str) -> None:
     assert not Sample("hopper_mxfp8", "16bit", 1, "uniform", 5.0, 5.0, 5.0, 3, 1e-3, tile=tile).is_valid
@@ -182,6 +195,14 @@ def test_suggestions_are_few_different_and_fit(shape: tuple[int, int, int, int],
         assert all(launch_config.parse_config(json.dumps(each.to_json())) == each for each in found)
         quantized = configs.candidate_configs(weights, top_k, tokens, 4, quantize=True)
         assert all(launch_config.keeps_mx_groups(weights, each) for each in quantized)
+
+
+def test_the_rules_own_tile_is_tried_where_the_table_holds_another() -> None:
+    """The table's tile of 32 rows for 1024 tokens does not keep h; the rule's does."""
+    weights = allocate_weights("int4", 512, 4096, 128, group=128, device="meta")
+    rule = heuristic.heuristic_config(weights, 10, 1024)
+    assert configs.choose_config(weights, 10, 1024) != rule
+    assert configs.candidate_configs(weights, 10, 1024, 3)[0] == rule and rule.down.n_tiles == 8
 
 
 def parts(config: LaunchConfig, weights: PackedWeights, top_k: int, tokens: int) -> tuple[float, float]:

@@ -57,23 +57,28 @@ def digest(weights: PackedWeights, top_k: int, tokens: int, quantize: bool, tile
     return hashlib.sha256(words.encode()).hexdigest()[:8]
 
 
+def _counts(timing: profile.BackendTimes) -> list[str]:
+    """The numbers of tokens of a backend's times, ascending."""
+    return sorted({count for times in timing.times.values() for count in times}, key=int)
+
+
+def _own_digest(shape: KernelShape, name: str, timing: profile.BackendTimes, count: str) -> str:
+    """The digest of a backend's choice at a number of tokens, as its profile's time rests on it."""
+    tile = timing.tiles.get("uniform", {}).get(count, "")
+    return digest(layer_of(shape), shape.top_k, int(count), QUANTIZING[name], tile)
+
+
 def present() -> dict[str, dict[str, str]]:
     """Digests of the present choices by layer and backend, then by number of tokens."""
     found: dict[str, dict[str, str]] = {}
     for shipped in profile.shipped():
         for entry in shipped.entries:
-            for backend in sorted(QUANTIZING.keys() & entry.backends):
-                timing = entry.backends[backend]
-                counts = sorted({int(count) for times in timing.times.values() for count in times})
-                tiles = timing.tiles.get("uniform", {})
-                weights, quantize = layer_of(entry.kernel_shape), QUANTIZING[backend]
-                key = f"{entry.kernel_shape}: {backend}"
-                digests = found.setdefault(key, {})
-                for count in counts:
-                    tile = tiles.get(str(count), "")
-                    made = digest(weights, entry.kernel_shape.top_k, count, quantize, tile)
+            for name in sorted(QUANTIZING.keys() & entry.backends):
+                digests = found.setdefault(f"{entry.kernel_shape}: {name}", {})
+                for count in _counts(entry.backends[name]):
+                    made = _own_digest(entry.kernel_shape, name, entry.backends[name], count)
                     # Another GPU's profile may have the choice's own time where one names a tile that replaces it.
-                    digests[str(count)] = made or digests.get(str(count), "")
+                    digests[count] = made or digests.get(count, "")
     return found
 
 
@@ -89,14 +94,19 @@ def changed() -> list[str]:
 
 
 def without_changed(shipped: profile.Profile, stale: list[str]) -> profile.Profile:
-    """A profile without the times of changed choices, which are named as by `changed`."""
+    """A profile without the times of changed choices, which are named as by `changed`.
+
+    Times of a tile that this profile names stay, whatever the kernels choose themselves and other GPUs' profiles hold.
+    """
     entries = []
     for entry in shipped.entries:
         backends = {}
         for name, timing in entry.backends.items():
             key = f"{entry.kernel_shape}: {name}"
+            changed_counts = {count for count in _counts(timing) if f"{key}, {count} tokens" in stale}
+            gone = {count for count in changed_counts if _own_digest(entry.kernel_shape, name, timing, count)}
             times = {
-                routing: {count: each for count, each in found.items() if f"{key}, {count} tokens" not in stale}
+                routing: {count: each for count, each in found.items() if count not in gone}
                 for routing, found in timing.times.items()
             }
             if kept := {routing: found for routing, found in times.items() if found}:

@@ -5,7 +5,8 @@ they were taken. A new time replaces the profile's of the same layer, backend, r
 else stays. Failures are not taken over: what cannot run on a machine without its memory runs on another.
 
 The benchmarks must have run on the profile's GPU, packages and kernels. Afterwards run ``kernel_choices --write``,
-which says on which configurations the times rest.
+which says on which configurations the times rest. A time of another tile than the kernels' choice brings that tile into
+the profile: this GPU runs it there, and other GPUs' profiles and the kernels' tables stay as they are.
 """
 
 from __future__ import annotations

@@ -1,31 +1,41 @@
 """Compares the oracle's choices with benchmarks.
 
-    python -m tests.tools.oracle_quality [--write]
+    python -m tests.tools.oracle_quality [--write | --left-out]
 
 For each layer and number of tokens of a benchmark (``vllm-moe-oracle bench --jsonl``, kept in tests/golden/h200), the
 oracle decides with the shipped profiles. Its choice is compared with the fastest accepted backend and with stock vLLM's
 default in the benchmark. Layers whose profile comes from the same run are listed apart. ``--write`` writes the table
 tests/golden/h200/choice.md. Without it the exit status is 1 if the table is stale, if fewer than 95 % of the choices
 are within 3 % of the fastest backend, or if one is more than 8 % slower.
+
+``--left-out`` takes each time of the shipped profiles out in turn, and each two of a backend, and says which choices
+change and what that costs by the whole profile's times, with the times filled in and without.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.unlisted_layers import LAYERS
 from vllm_moe_oracle import settings
+from vllm_moe_oracle.core.measurement_set import Latencies, MeasurementSet
+from vllm_moe_oracle.core.objectives import parse_objective
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices import catalog
-from vllm_moe_oracle.measurements import lookup, model_shapes, profile
+from vllm_moe_oracle.measurements import latency_model, lookup, model_shapes, profile
 from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
-from vllm_moe_oracle.oracle.selection import decide, equivalent_backends
+from vllm_moe_oracle.measurements.missing_times import INTERPOLATION_ERROR, fill_missing
+from vllm_moe_oracle.oracle.measured_choice import LatencyCurve, choose_fastest
+from vllm_moe_oracle.oracle.selection import decide, equivalent_backends, evaluate_candidates
 
 FOLDER = Path(__file__).parents[1] / "golden" / "h200"
 TABLE = FOLDER / "choice.md"
@@ -159,6 +169,109 @@ def good_enough(found: list[Row]) -> bool:
     return near >= SHARE * len(found) and all(row.behind <= WORST for row in found)
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """One or two times of a backend that were taken out of a layer's.
+
+    Attributes:
+        gpu: the profile's.
+        cells: number of times that were taken out.
+        how: what they are filled in by: ``predicted`` or ``interpolated``.
+        off: logarithms of filled over measured time, with the error that is claimed; empty if they are not filled in.
+        lost: mean time over the objective of the choice, over that of the whole profile's choice, minus 1.
+        lost_without: the same where nothing is filled in and the static choice stands.
+    """
+
+    gpu: str
+    cells: int
+    how: str
+    off: tuple[tuple[float, float], ...]
+    lost: float
+    lost_without: float
+
+
+def left_out(chosen: settings.Settings) -> Iterator[LeftOut]:
+    """Every time of the shipped profiles, and every two of a backend, taken out in turn.
+
+    Args:
+        chosen: settings under which the oracle decides.
+    """
+    problems = {kernel_shape_of(each): each for each in (*LAYERS, *model_shapes.served_problems())}
+    for shipped in profile.shipped():
+        cards = map(catalog.known_device, ("nvidia-h100", "nvidia-h200"))
+        card = next(each for each in cards if catalog.is_same_gpu(each.name, shipped.environment.gpu))
+        card = dataclasses.replace(card, packages={**card.packages, **shipped.environment.packages})
+        for entry in shipped.entries:
+            candidates = evaluate_candidates(problems[entry.kernel_shape], card, chosen)
+            static = next(each for each in candidates if each.accepted)
+            names = [name for name in equivalent_backends(static, candidates) if name in entry.backends]
+            if len(names) > 1 and names[0] == static.backend:
+                yield from _left_out_of_layer(entry, names, card, chosen)
+
+
+def _left_out_of_layer(
+    entry: profile.Entry, names: Sequence[str], card: Device, chosen: settings.Settings
+) -> Iterator[LeftOut]:
+    objective = parse_objective(chosen.objective)
+    times: dict[str, Latencies] = {
+        name: {
+            routing: {int(count): us for count, (us, *_) in counts.items()}
+            for routing, counts in entry.backends[name].times.items()
+        }
+        for name in names
+    }
+    scores = {name: LatencyCurve(each).score(objective, ["uniform"]) for name, each in times.items()}
+
+    def lost(found: MeasurementSet) -> float:
+        choices = [choose_fastest(each, names, objective, chosen.min_time_saving) for each in (found, whole)]
+        now, before = (scores[each.backend] for each in choices)
+        return math.exp(now - before) - 1
+
+    def predict(asked: Sequence[str], counts: Sequence[int]) -> MeasurementSet:
+        return latency_model.predict(entry.kernel_shape, card, asked, False, None, counts)
+
+    whole = MeasurementSet(times, "a profile")
+    for name, known in times.items():
+        counts = sorted(known["uniform"])
+        for taken in (*itertools.combinations(counts, 1), *itertools.combinations(counts, 2)):
+            kept = {
+                routing: {count: us for count, us in each.items() if count not in taken}
+                for routing, each in known.items()
+            }
+            rest = MeasurementSet({**times, name: kept}, "a profile")
+            without = lost(rest)
+            for how, by in (("predicted", predict), ("interpolated", lambda asked, counts: MeasurementSet())):
+                full = fill_missing(rest, names, by)
+                made = full.filled.get(name, {}).get("uniform", {})
+                error = full.cell_errors.get(name, 0.0)
+                whole_cells = len(made) == len(taken) and (how == "interpolated" or error != INTERPOLATION_ERROR)
+                off = tuple((math.log(us / known["uniform"][count]), error) for count, us in made.items())
+                yield LeftOut(card.name, len(taken), how, off if whole_cells else (), lost(full), without)
+
+
+def left_out_table(found: Sequence[LeftOut]) -> str:
+    """How far filled times are off, how often choices change and what it costs, in Markdown."""
+    lines = [
+        "| GPU | taken out | filled in | off (RMS) | within the error | choices changed | mean time lost, at most | "
+        "changed without | lost, at most |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for gpu, cells, how in sorted({(each.gpu, each.cells, each.how) for each in found if each.off}):
+        group = [each for each in found if (each.gpu, each.cells, each.how) == (gpu, cells, how)]
+        own = [each for each in group if each.off]
+        off = [pair for each in own for pair in each.off]
+        rms = math.sqrt(math.fsum(value * value for value, _ in off) / len(off))
+        within = sum(abs(value) <= error for value, error in off) / len(off)
+        words = []
+        for losses in ([each.lost for each in own], [each.lost_without for each in own]):
+            changed = [each for each in losses if abs(each) > 1e-9]
+            words += [f"{len(changed)} ({len(changed) / len(own):.1%})", f"{max(0.0, *losses):.1%}"]
+        lines.append(
+            f"| {gpu} | {cells} | {len(own)} of {len(group)}, {how} | {rms:.1%} | {within:.0%} | {' | '.join(words)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def read(folder: Path = FOLDER) -> tuple[list[Row], list[str]]:
     """The choices of all benchmarks that are kept, and the names of their files."""
     chosen = settings.load({}, assignments={"cache": str(folder / "no cache")})
@@ -170,7 +283,11 @@ def main() -> None:
     """Writes or checks the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--left-out", action="store_true")
     args = parser.parse_args()
+    if args.left_out:
+        print(left_out_table(list(left_out(settings.Settings(cache="none")))), end="")
+        return
     found, sources = read()
     if not found:
         sys.exit(f"there is no {PATTERN} in {FOLDER}")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 
-from tests.tools import merge_times
-from vllm_moe_oracle.measurements import profile
-from vllm_moe_oracle.measurements.kernel_shape import KernelShape, Sample
+from tests.lib.samples import measured_card
+from tests.tools import kernel_choices, merge_times
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
+from vllm_moe_oracle.measurements import lookup, model_shapes, profile
+from vllm_moe_oracle.measurements.kernel_shape import KernelShape, Sample, kernel_shape_of
+from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.settings import Settings
 
 SHIPPED = profile.shipped()[0]
 ENTRY = SHIPPED.entries[0]
@@ -38,3 +44,28 @@ def test_times_of_other_kernels_are_refused() -> None:
     other = msgspec.structs.replace(SHIPPED.environment, kernels="0" * 16)
     with pytest.raises(ValueError, match="0000000000000000"):
         merge_times.merged(SHIPPED, other, {})
+
+
+def test_a_better_tile_belongs_to_one_gpu() -> None:
+    """It is chosen at its number of tokens on that card; the other card runs, and has, what it had."""
+    layer = model_shapes.parse("int4_g128:qwen3.5-397b-a17b@tp8")
+    shape, name, chosen = kernel_shape_of(layer), "hopper_wna16", Settings(cache="none")
+    h100, h200 = (profile.read(profile.SHIPPED_FOLDER / f"nvidia_{card}.json") for card in ("h100", "h200"))
+    tile = json.dumps(LaunchConfig(TileConfig(16, 64, 128, num_stages=3), TileConfig(16, 64, 128)).to_json())
+    old = by_key(h100, shape)[name, "uniform", 1024]
+    new = msgspec.structs.replace(old, us=307.0, low=306.0, high=308.0, tile=tile)
+    made = merge_times.merged(h100, h100.environment, {shape: [new]})
+    assert by_key(made, shape)[new.key] == msgspec.structs.replace(new, error=by_key(made, shape)[new.key].error)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile, "shipped", lambda: (made, h200))
+        for path, expected in (("h100", tile), ("h200", by_key(h200, shape)[name, "uniform", 1024].tile)):
+            card = measured_card(profile.SHIPPED_FOLDER / f"nvidia_{path}.json")
+            found = lookup.find_measurements(layer, card, chosen)
+            decision = decide(layer, card, chosen, measurements=found)
+            assert (decision.backend, decision.why) == (name, "measured")
+            assert next(each for most, each in decision.plan.tiles if most >= 1024) == expected
+        stale = [f"{shape}: {name}, 1024 tokens"]
+        assert (
+            kernel_choices.without_changed(made, stale) == made and kernel_choices.without_changed(h200, stale) == h200
+        )
+    assert kernel_choices.without_changed(h100, stale) != h100

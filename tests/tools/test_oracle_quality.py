@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import pytest
 
 from tests.tools import oracle_quality
 from vllm_moe_oracle import settings
+from vllm_moe_oracle.devices import catalog
+from vllm_moe_oracle.measurements import model_shapes, profile
+from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
 
 
 def record(tokens: int, **us: float) -> str:
@@ -65,3 +69,21 @@ def test_choices_are_within_the_allowed_slowdown() -> None:
     apart = [row for row in found if row.apart]
     assert len(apart) >= 200 and len({row.layer for row in apart}) >= 16
     assert oracle_quality.good_enough(found) and oracle_quality.good_enough(apart)
+
+
+def test_times_that_are_taken_out_are_filled_in_and_judged() -> None:
+    """One layer: each time, then each two; not those at the ends where nothing is predicted."""
+    shipped = profile.read(profile.SHIPPED_FOLDER / "nvidia_h100.json")
+    shape = kernel_shape_of(model_shapes.parse("mxfp8:qwen3-30b-a3b"))
+    entry = next(each for each in shipped.entries if each.kernel_shape == shape)
+    names, card = ["humming_mxfp8", "hopper_mxfp8"], catalog.known_device("nvidia-h100")
+    found = list(oracle_quality._left_out_of_layer(entry, names, card, settings.Settings(cache="none")))
+    assert len(found) == 2 * 2 * (7 + 21)
+    filled = {how: [each for each in found if each.off and each.how == how] for how in ("predicted", "interpolated")}
+    assert [len(each) for each in filled.values()] == [2 * 7, 2 * 5]  # two of seven are more than a quarter
+    assert all(each.lost == 0.0 for each in filled["predicted"])
+    assert max(each.lost_without for each in found) > 0.1
+    table = oracle_quality.left_out_table(found)
+    assert "| NVIDIA H100 | 1 | 14 of 14, predicted |" in table and "10 of 14, interpolated" in table
+    worse = [dataclasses.replace(each, lost=0.25) for each in filled["predicted"][:2]]
+    assert "| 2 (100.0%) | 25.0% |" in oracle_quality.left_out_table(worse)

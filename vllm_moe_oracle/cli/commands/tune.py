@@ -330,6 +330,13 @@ def _times_by_tokens(times: tuple[tuple[str, tuple[tuple[int, float], ...]], ...
     return {name: {str(count): round(us, 2) for count, us in points} for name, points in times}
 
 
+def _time_rows(times: dict[str, dict[str, float]]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Heads and rows of a table of microseconds; a cell is empty where a backend has no time and another has one."""
+    counts = sorted({count for us in times.values() for count in us}, key=int)
+    rows = [[name, *(f"{us[count]:.0f}" if count in us else "" for count in counts)] for name, us in times.items()]
+    return ("us by tokens", *counts), rows
+
+
 def _print_outcomes(
     outcomes: dict[KernelShape, TuneOutcome], device: Device, settings: Settings, cache: str, as_json: bool
 ) -> None:
@@ -349,10 +356,6 @@ def _print_outcomes(
         facts += [("backend", result["backend"] or "none"), ("why", f"{result['why']}: {result['explanation']}")]
         output.show(f"\n{result['layer']}", output.key_value_table(facts))
         if result["times"]:
-            counts = sorted({count for us in result["times"].values() for count in us}, key=int)
-            rows = [
-                [name, *(f"{us[count]:.0f}" if count in us else "" for count in counts)]
-                for name, us in result["times"].items()
-            ]
-            output.show_table(("us by tokens", *counts), rows, indent=2)
+            heads, rows = _time_rows(result["times"])
+            output.show_table(heads, rows, indent=2)
     output.show(f"\nkept in {cache}")
