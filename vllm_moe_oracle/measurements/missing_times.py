@@ -33,7 +33,7 @@ MAX_SHARE = 0.25
 
 INTERPOLATION_ERROR = 0.2
 """Standard deviation of the logarithm of a time that is interpolated between times a factor of four away on both sides:
-the root mean square of 1409 shipped ones that were left out. With neighbors a factor of two away it is 0.09."""
+the root mean square of an H100's shipped times that were left out. With neighbors a factor of two away it is half."""
 
 Predict = Callable[[Sequence[str], Sequence[int]], MeasurementSet]
 """Predicted times of backends at numbers of tokens, as `latency_model.predict` returns them."""
