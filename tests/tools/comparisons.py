@@ -2,7 +2,8 @@
 
 ``--write`` makes ``vllm_moe_oracle/profiles/stock_nvidia_GPU.json`` of each GPU's committed benchmarks,
 ``tests/golden/GPU/choice*-vllm-VERSION.jsonl`` (``vllm-moe-oracle bench --stock auto --jsonl FILE``). Of a layer in
-several of them, the run that was last keeps its place. Without ``--write`` the exit status is 1 where a file is stale.
+several of them, the last run counts at each number of tokens. Without ``--write`` the exit status is 1 where a file is
+stale.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ PATTERN = "*/choice*-vllm-*.jsonl"
 ACTIVATIONS = "stock"
 """Stands where a backend's precision of activations is; a stock layer does not say it."""
 
-Layers = dict[KernelShape, list[BenchRecord]]
+Layers = dict[KernelShape, dict[int, BenchRecord]]
+"""The record of each number of tokens."""
 
 
 def runs(paths: list[Path]) -> dict[str, list[tuple[dict[str, str], Environment, Layers]]]:
@@ -40,7 +42,7 @@ def runs(paths: list[Path]) -> dict[str, list[tuple[dict[str, str], Environment,
         layers: Layers = {}
         for line in lines:
             record = msgspec.json.decode(line, type=BenchRecord)
-            layers.setdefault(record.kernel_shape, []).append(record)
+            layers.setdefault(record.kernel_shape, {})[record.tokens] = record
         environment = msgspec.convert(conditions["environment"], Environment)
         found.setdefault(environment.gpu, []).append((conditions, environment, layers))
     return found
@@ -64,13 +66,17 @@ def comparison(found: list[tuple[dict[str, str], Environment, Layers]]) -> profi
         raise ValueError(f"routing {routings}; only uniform routing is compared")
     layers: Layers = {}
     for _, _, each in found:
-        layers |= each
-    samples = {shape: [one for record in records for one in _samples(record)] for shape, records in layers.items()}
+        for shape, records in each.items():
+            layers.setdefault(shape, {}).update(records)
+    samples = {
+        shape: [one for record in records.values() for one in _samples(record)] for shape, records in layers.items()
+    }
     conditions = {"command": "; ".join(each["command"] for each, _, _ in found), "method": found[-1][0]["method"]}
     # The runs had different sources of this project's kernels, so the file names none.
     made = profile.make(msgspec.structs.replace(found[-1][1], kernels=""), samples, conditions)
     classes = {
-        shape: {k: v for record in records for k, v in record.stock.items()} for shape, records in layers.items()
+        shape: {k: v for record in records.values() for k, v in record.stock.items()}
+        for shape, records in layers.items()
     }
     return msgspec.structs.replace(
         made, entries=tuple(_with_classes(entry, classes[entry.kernel_shape]) for entry in made.entries)

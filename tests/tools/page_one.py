@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.lib import golden_files
-from tests.tools import recipes, serving_tables
+from tests.tools import recipes
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices.catalog import known_device, known_device_names
@@ -58,9 +57,8 @@ def _ratios(panels: Iterable[LayerPanel]) -> list[float]:
 
 
 def end_to_end() -> str:
-    """Whole models without and with the plugin: of ``vllm-moe-oracle ab`` where that was committed."""
-    served = sorted(GOLDEN.glob("*/ab-*.json"))
-    return served_models(served) if served else decode_steps()
+    """Whole models without and with the plugin, of the committed runs of ``vllm-moe-oracle ab``."""
+    return served_models(sorted(GOLDEN.glob("*/ab-*.json")))
 
 
 def served_models(paths: Sequence[Path]) -> str:
@@ -82,7 +80,8 @@ def served_models(paths: Sequence[Path]) -> str:
             if not lines:
                 lines = [f"| stock → plugin | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
             where = f"{gpu}, vLLM {data['packages']['vllm']}, medians of {data['turns_measured']} turns"
-            conditions[f"{where}; {given['input_len']} tokens in, {given['output_len']} out."] = None
+            weights = "random weights" if "dummy" in data["options"] else "the checkpoint's weights"
+            conditions[f"{where}; {weights}; {given['input_len']} tokens in, {given['output_len']} out."] = None
             title = f"{data['model'].rpartition('/')[2]}, {given['concurrency']} at a time"
             lines.append(f"| {title} | {' | '.join(map(_served_cell, metrics))} |")
     words = _wrapped(
@@ -102,24 +101,6 @@ def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def decode_steps() -> str:
-    """Decode steps of whole models, from the newest committed runs."""
-    data = json.loads(golden_files.newest("serve").read_text())
-    conditions = data["conditions"]
-    lines = ["| a decode step, stock → plugin | batch 1 | batch 8 | batch 64 |", "|---" * 4 + "|"]
-    for name, run in data["models"].items():
-        cells = [serving_tables.step_words(*run["modes"], batch) for batch in ("1", "8", "64")]
-        lines.append(f"| {conditions['layers']} layers of {MODEL_WORDS[name]} | {' | '.join(cells)} |")
-    words = _wrapped(
-        f"Random weights, {conditions['device']}, vLLM {conditions['vllm']}, compiled, CUDA graphs; one run each. A",
-        "difference counts where it is larger than the noise of both medians. Every figure is in",
-        "[RESULTS.md](vllm_moe_oracle/kernels/RESULTS.md#whole-models). First-token times by `vllm bench serve`,",
-        "starts from equal caches, real weights and several GPUs were not measured.",
-    )
-    return "\n".join([*lines, "", words])
-
-
-MODEL_WORDS = {"qwen3-mxfp8": "Qwen3-30B-A3B MXFP8", "qwen3-gptq": "Qwen3-30B-A3B int4", "gpt-oss": "gpt-oss-20b MXFP4"}
 """Names of the committed runs' models."""
 
 

@@ -68,4 +68,5 @@ def test_a_better_tile_belongs_to_one_gpu() -> None:
         assert (
             kernel_choices.without_changed(made, stale) == made and kernel_choices.without_changed(h200, stale) == h200
         )
-    assert kernel_choices.without_changed(h100, stale) != h100
+    own = merge_times.merged(h100, h100.environment, {shape: [msgspec.structs.replace(new, tile="")]})
+    assert (name, "uniform", 1024) not in by_key(kernel_choices.without_changed(own, stale), shape)
