@@ -69,31 +69,33 @@ def served_models(paths: Sequence[Path]) -> str:
     """
     lines = []
     conditions: dict[str, None] = {}
+    starts = []
     for path in paths:
         data = json.loads(path.read_text(encoding="utf-8"))
-        start = next(each for each in data["metrics"] if each["concurrency"] is None)
         gpu = known_device(f"nvidia-{path.parent.name}").name
+        model = data["model"].rpartition("/")[2]
+        start = next(each for each in data["metrics"] if each["concurrency"] is None)
+        starts.append(f"{model} {_served_cell(start)}")
         for given in data["loads"]:
             metrics = [each for each in data["metrics"] if each["concurrency"] == given["concurrency"]]
-            metrics.append(start)
             names = [f"{each['name']}, {each['unit']}" for each in metrics]
             if not lines:
                 lines = [f"| stock → plugin | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
             where = f"{gpu}, vLLM {data['packages']['vllm']}, medians of {data['turns_measured']} turns"
             weights = "random weights" if "dummy" in data["options"] else "the checkpoint's weights"
             conditions[f"{where}; {weights}; {given['input_len']} tokens in, {given['output_len']} out."] = None
-            title = f"{data['model'].rpartition('/')[2]}, {given['concurrency']} at a time"
-            lines.append(f"| {title} | {' | '.join(map(_served_cell, metrics))} |")
+            lines.append(f"| {model}, {given['concurrency']} at a time | {' | '.join(map(_served_cell, metrics))} |")
     words = _wrapped(
-        "By `vllm bench serve`, servers by turns (`vllm-moe-oracle ab`), so that caches are alike:", *conditions,
-        "Where the noise between turns covers the difference, ≈ stands for it.",
+        "By `vllm bench serve`, servers by turns (`vllm-moe-oracle ab`):", *conditions, "The percentage is the mean of",
+        "the turns' ratios, ≈ where the noise between turns covers it. Starts with warm caches, seconds:",
+        f"{', '.join(starts)}.",
     )  # fmt: skip
     return "\n".join([*lines, "", words])
 
 
 def _served_cell(metric: Mapping[str, Any]) -> str:
     stock, own = (statistics.median(metric[name]) for name in ("stock", "plugin"))
-    change = "≈" if metric["verdict"] == "no difference shown" else f"{own / stock - 1:+.0%}"
+    change = "≈" if metric["verdict"] == "no difference shown" else f"{metric['ratio'] - 1:+.0%}"
     return f"{_figure(stock)} → {_figure(own)} ({change})"
 
 

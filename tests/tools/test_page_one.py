@@ -13,17 +13,15 @@ from tests.tools import page_one, recipes, serving_tables
 
 def served(folder: Path, model: str, verdict: str = "better") -> Path:
     """What ``vllm-moe-oracle ab --json`` prints, as far as page one reads it."""
-    metrics = [
-        {"name": "output", "unit": "tokens/s", "stock": [1000.0, 1010.0, 990.0], "plugin": [1250.0, 1240.0, 1300.0],
-         "verdict": verdict, "concurrency": 16},
-        {"name": "time to first token", "unit": "ms", "stock": [40.0], "plugin": [30.0], "verdict": "better",
-         "concurrency": 16},
-        {"name": "output", "unit": "tokens/s", "stock": [3000.0], "plugin": [3300.0], "verdict": "better",
-         "concurrency": 64},
-        {"name": "time to first token", "unit": "ms", "stock": [60.0], "plugin": [66.0], "verdict": "worse",
-         "concurrency": 64},
-        {"name": "start", "unit": "s", "stock": [50.0], "plugin": [40.0], "verdict": "better", "concurrency": None},
-    ]  # fmt: skip
+    rows = [
+        ("output", "tokens/s", [1000.0, 1010.0, 990.0], [1250.0, 1240.0, 1300.0], 1.26, verdict, 16),
+        ("time to first token", "ms", [40.0], [30.0], 0.75, "better", 16),
+        ("output", "tokens/s", [3000.0], [3300.0], 1.1, "better", 64),
+        ("time to first token", "ms", [60.0], [66.0], 1.1, "worse", 64),
+        ("start", "s", [50.0], [40.0], 0.8, "better", None),
+    ]
+    names = ("name", "unit", "stock", "plugin", "ratio", "verdict", "concurrency")
+    metrics = [dict(zip(names, row, strict=True)) for row in rows]
     data = {
         "model": model, "packages": {"vllm": "0.33.0"}, "turns": 5, "turns_measured": 3, "metrics": metrics,
         "options": ["--load-format", "dummy"],
@@ -42,9 +40,9 @@ def test_each_served_model_has_its_lines(monkeypatch: pytest.MonkeyPatch, tmp_pa
     served(tmp_path / "h200", "openai/gpt-oss-20b")
     served(tmp_path / "h100", "some-model", "no difference shown")
     text = page_one.end_to_end()
-    assert "| stock → plugin | output, tokens/s | time to first token, ms | start, s |" in text
-    assert "| gpt-oss-20b, 16 at a time | 1,000 → 1,250 (+25%) | 40 → 30 (-25%) | 50 → 40 (-20%) |" in text
-    assert "| gpt-oss-20b, 64 at a time | 3,000 → 3,300 (+10%) | 60 → 66 (+10%) | 50 → 40 (-20%) |" in text
+    assert "| stock → plugin | output, tokens/s | time to first token, ms |" in text
+    assert "| gpt-oss-20b, 16 at a time | 1,000 → 1,250 (+26%) | 40 → 30 (-25%) |" in text
+    assert "| gpt-oss-20b, 64 at a time | 3,000 → 3,300 (+10%) | 60 → 66 (+10%) |" in text
     assert "| some-model, 16 at a time | 1,000 → 1,250 (≈) | 40 → 30 (-25%) |" in text
     assert (
         "NVIDIA H200" in text
