@@ -45,8 +45,8 @@ _CANCELLATION = 2.0**-20
 """Of the layer's typical output, what float32 sums may leave of outputs that are zero."""
 
 _COMPARED_ROWS = 256
-"""Rows of an output that are compared at once: float32 numbers of all rows of a large call would need several times its
-own memory."""
+"""Rows of outputs that are compared at once: float32 numbers of all rows of a large call would need several times its own
+memory."""
 
 _Number = TypeVar("_Number", float, Tensor)
 
@@ -216,7 +216,40 @@ def excess(actual: Tensor, reference: Reference, rows: Tensor) -> Tensor:
     Returns:
         float32 scalar on the device; up to 1 for a right kernel, NaN if the output has NaN.
     """
-    return torch.stack([each.amax() for each in ratios(actual, reference, rows)]).amax()
+    return excesses([actual], reference, [rows])[0]
+
+
+def excesses(actual: Sequence[Tensor], reference: Reference, rows: Sequence[Tensor]) -> Tensor:
+    """`excess` of several calls, float32 `[calls]`; the arguments are those of each. Small calls are compared together:
+    on a GPU the comparison of one takes as long as its call."""
+    found = []
+    for some in call_batches(rows):
+        blocks, columns, tokens = _ratios(actual[some], reference, rows[some])
+        largest = torch.maximum(blocks.amax(-1), tokens)
+        found.append(torch.maximum(largest_of_calls(largest, rows[some]), columns.amax(-1)))
+    return torch.cat(found)
+
+
+def call_batches(rows: Sequence[Tensor]) -> list[slice]:
+    """Neighboring calls that are compared together, by their numbers: as many as have few rows in all, one at least."""
+    found, first, held = [], 0, 0
+    for number, each in enumerate(rows):
+        if number > first and held + len(each) > _COMPARED_ROWS:
+            found.append(slice(first, number))
+            first, held = number, 0
+        held += len(each)
+    return [*found, slice(first, len(rows))]
+
+
+def largest_of_calls(values: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    """The largest of each call's values, `[calls, ...]`; NaN where one is.
+
+    Args:
+        values: `[M, ...]`, one for each row of all calls.
+        rows: of each call.
+    """
+    sizes = [len(each) for each in rows]
+    return torch.stack([each.amax(0) for each in values.split(sizes)])  # type: ignore[no-untyped-call]
 
 
 def describe_excess(actual: Tensor, reference: Reference, rows: Tensor) -> str:
@@ -237,34 +270,50 @@ def describe_excess(actual: Tensor, reference: Reference, rows: Tensor) -> str:
 def ratios(actual: Tensor, reference: Reference, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Root mean square errors over their bounds: of each token's blocks `[M, hidden / 32]`, of columns `[hidden]`, of
     tokens `[M]`; arguments as for `excess`."""
-    hidden = actual.shape[1]
+    blocks, columns, tokens = _ratios([actual], reference, [rows])
+    return blocks, columns[0], tokens
+
+
+def _ratios(
+    actual: Sequence[Tensor], reference: Reference, rows: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`ratios` of several calls: blocks and tokens of all rows, and columns `[calls, hidden]`."""
+    outputs, places = (each[0] if len(each) == 1 else torch.cat(tuple(each)) for each in (actual, rows))
+    hidden, calls, device = outputs.shape[1], len(rows), outputs.device
+    lengths = torch.tensor([len(each) for each in rows], device=device)
+    call = torch.repeat_interleave(lengths, output_size=len(places))
     # The last block may have fewer columns than the others.
-    sizes = torch.full((-(-hidden // BLOCK),), BLOCK, dtype=torch.float32, device=actual.device)
+    sizes = torch.full((-(-hidden // BLOCK),), BLOCK, dtype=torch.float32, device=device)
     sizes[-1] = hidden - BLOCK * (len(sizes) - 1)
     blocks, tokens = [], []
-    columns = torch.zeros(hidden, dtype=torch.float32, device=actual.device)
-    for part, mine in zip(actual.split(_COMPARED_ROWS), rows.split(_COMPARED_ROWS), strict=True):  # type: ignore[no-untyped-call]
+    columns = torch.zeros(calls, hidden, dtype=torch.float32, device=device)
+    for part, mine, of in zip(*(each.split(_COMPARED_ROWS) for each in (outputs, places, call)), strict=True):
         differences = part.float() - reference.expected[mine]
         errors = (differences / reference.noise[mine]).square()
-        padded = torch.nn.functional.pad(errors, (0, -hidden % BLOCK))
-        blocks.append(torch.unflatten(padded, 1, (-1, BLOCK)).sum(-1))
-        columns += errors.sum(0)
+        columns.index_add_(0, of, errors)
+        if hidden % BLOCK:
+            errors = torch.nn.functional.pad(errors, (0, -hidden % BLOCK))
+        blocks.append(torch.unflatten(errors, 1, (-1, BLOCK)).sum(-1))
         tokens.append(differences.square().mean(-1).sqrt() / reference.token_noise[mine])
+    independent = largest_mean_square(_distinct(places, call, lengths, len(reference.expected)))
     return (
-        (torch.cat(blocks) / sizes / largest_mean_square(sizes)).sqrt(),
-        (columns / len(rows) / largest_mean_square(_distinct(rows, len(reference.expected)))).sqrt(),
+        (torch.cat(blocks) / (sizes * largest_mean_square(sizes))).sqrt(),
+        (columns / (lengths * independent).unsqueeze(-1)).sqrt(),
         torch.cat(tokens),
     )
 
 
-def _distinct(rows: Tensor, count: int) -> Tensor:
-    """How many independent values a mean over rows has, some of which are the same: one over the sum of the squared
-    weights (Satterthwaite), which is their number where all repeat alike.
+def _distinct(rows: Tensor, call: Tensor, lengths: Tensor, count: int) -> Tensor:
+    """How many independent values a mean over a call's rows has, some of which are the same: one over the sum of the
+    squared weights (Satterthwaite), which is their number where all repeat alike. float32 `[calls]`.
 
     Args:
-        rows: `[M]`, from 0 to `count - 1`.
+        rows: `[M]` of all calls, from 0 to `count - 1`.
+        call: `[M]`, the number of each one's call.
+        lengths: `[calls]`, how many rows each call has.
         count: see `rows`.
     """
     ones = torch.ones(len(rows), dtype=torch.float32, device=rows.device)
-    repeats = torch.zeros(count, dtype=torch.float32, device=rows.device).index_add_(0, rows, ones)
-    return len(rows) ** 2 / repeats.square().sum()
+    repeats = torch.zeros(len(lengths) * count, dtype=torch.float32, device=rows.device)
+    repeats.index_add_(0, call * count + rows, ones)
+    return lengths.square() / repeats.view(-1, count).square().sum(-1)
