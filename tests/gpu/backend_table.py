@@ -286,8 +286,7 @@ class Built:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         start = time.perf_counter()
-        with torch.device(self.device):
-            self.method.process_weights_after_loading(self.layer)
+        self.method.process_weights_after_loading(self.layer)
         if self.device == "cuda":
             torch.cuda.synchronize()
             self.peak = torch.cuda.max_memory_allocated() - before
@@ -596,7 +595,8 @@ def _with(problem: Any, activation: Mapping[str, Any]) -> Any:
 def _checked(built: Built, backend: Any, release: Any, plan: Any = None, batched: bool = False) -> Any:
     """What the self-check says of a backend, on a layer that is not converted; `plan` is the decision's by default.
 
-    With `batched`, of tokens that an all-to-all has sorted by expert.
+    With `batched`, of tokens that an all-to-all has sorted by expert. No device is torch's default, as where vLLM
+    processes loaded weights: a default is asked for by each of thousands of operations.
     """
     from vllm_moe_oracle import schemes
     from vllm_moe_oracle.verification import self_check
@@ -606,9 +606,8 @@ def _checked(built: Built, backend: Any, release: Any, plan: Any = None, batched
     if batched:
         problem = dataclasses.replace(problem, parallel=dataclasses.replace(problem.parallel, format="batched"))
     raw = schemes.module(problem.scheme.name).read(dict(method.adapter.parameters(built.layer)), problem)
-    with torch.device(built.device):
-        plan = plan or method.decision.plan
-        result = self_check.compare_with_reference(backend, problem, plan, raw, method.moe, release)
+    plan = plan or method.decision.plan
+    result = self_check.compare_with_reference(backend, problem, plan, raw, method.moe, release)
     if built.device == "cuda":
         torch.cuda.synchronize()
     return result

@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.gpu import backend_table
+from tests.gpu import backend_table  # noqa: E402
 
 LAYERS = ("mxfp8:qwen3_silu:hopper_mxfp8", "wna16:qwen3_g128:hopper_wna16", "mxfp4:gpt_oss_20b:hopper_mxfp4")
 MiB = 2**20
@@ -367,9 +367,7 @@ def in_processes(layers: list[str], args: argparse.Namespace) -> tuple[list[dict
         command = [sys.executable, __file__, "--layer", layer, "--device", args.device, "--count", str(args.count)]
         command += ["--json", str(folder / f"{place}.json"), "--quiet", str(folder / "quiet")]
         log = (folder / f"{place}.log").open("w")
-        processes.append(
-            subprocess.Popen(command + ["--profile"] * args.profile, stdout=log, stderr=subprocess.STDOUT)
-        )
+        processes.append(subprocess.Popen(command + ["--profile"] * args.profile, stdout=log, stderr=subprocess.STDOUT))
     statuses = [process.wait() for process in processes]
     results = []
     for place, status in enumerate(statuses):

@@ -7,6 +7,7 @@ when the checkpoint's activations are that.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -287,11 +288,14 @@ def _tokens_by_expert(
             slot = token * top_k + mine.to(torch.int8).argmax(-1)
             yield index, token, slot, weight, mine.any(-1, keepdim=True)
         return
-    present = torch.unique(ids)
-    for index in present[present >= 0].tolist():
-        token, choice = torch.nonzero(ids == index, as_tuple=True)
-        weight = topk_weights[token, choice].to(torch.float32).unsqueeze(-1)
-        yield index, token, token * top_k + choice, weight, None
+    slots = ids.flatten()
+    # One sort, and one wait for the device: looking for each expert's slots waits once for each.
+    order = slots.argsort(stable=True)
+    tokens, weights = order // top_k, topk_weights.flatten()[order].to(torch.float32).unsqueeze(-1)
+    ends = torch.searchsorted(slots[order], torch.arange(experts + 1, device=ids.device)).tolist()
+    for index, (start, end) in enumerate(itertools.pairwise(ends)):
+        if start < end:
+            yield index, tokens[start:end], order[start:end], weights[start:end], None
 
 
 def _local_expert_ids(topk_ids: Tensor, expert_map: Tensor | None, problem: Problem) -> Tensor:
@@ -300,9 +304,11 @@ def _local_expert_ids(topk_ids: Tensor, expert_map: Tensor | None, problem: Prob
 
     ids = topk_ids.long()
     capturing = ids.is_cuda and torch.cuda.is_current_stream_capturing()  # reading an id back would break the capture
-    if not capturing and ids.numel() and (int(ids.max()) >= problem.num_experts or int(ids.min()) < -1):
-        rule = f"expert ids span {int(ids.min())} to {int(ids.max())}; valid are -1 to {problem.num_experts - 1}"
-        raise ValueError(f"{problem.layer}: {rule}")
+    if not capturing and ids.numel():
+        low, high = torch.stack(ids.aminmax()).tolist()
+        if high >= problem.num_experts or low < -1:
+            rule = f"expert ids span {low} to {high}; valid are -1 to {problem.num_experts - 1}"
+            raise ValueError(f"{problem.layer}: {rule}")
     if expert_map is None:
         return ids
     return expert_map.long()[ids.clamp(min=0)].masked_fill(ids < 0, -1)

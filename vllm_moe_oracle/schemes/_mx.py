@@ -310,8 +310,7 @@ def e8m0_to_float(codes: Tensor) -> Tensor:
     The bits are assembled: `exp2` and `ldexp` flush or round subnormal results on some devices.
     """
     bits = codes.to(torch.int32) << 23
-    bits = torch.where(codes == 0, torch.full_like(bits, 0x00400000), bits)
-    bits = torch.where(codes == E8M0_NAN, torch.full_like(bits, 0x7FC00000), bits)
+    bits.masked_fill_(codes == 0, 0x00400000).masked_fill_(codes == E8M0_NAN, 0x7FC00000)
     return bits.view(torch.float32)
 
 

@@ -45,8 +45,8 @@ _CANCELLATION = 2.0**-20
 """Of the layer's typical output, what float32 sums may leave of outputs that are zero."""
 
 _COMPARED_ROWS = 256
-"""Rows of outputs that are compared at once: float32 numbers of all rows of a large call would need several times its own
-memory."""
+"""Rows of outputs that are compared at once: float32 numbers of all rows of a large call would need several times its
+own memory."""
 
 _Number = TypeVar("_Number", float, Tensor)
 
@@ -274,9 +274,7 @@ def ratios(actual: Tensor, reference: Reference, rows: Tensor) -> tuple[Tensor, 
     return blocks, columns[0], tokens
 
 
-def _ratios(
-    actual: Sequence[Tensor], reference: Reference, rows: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _ratios(actual: Sequence[Tensor], reference: Reference, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """`ratios` of several calls: blocks and tokens of all rows, and columns `[calls, hidden]`."""
     outputs, places = (each[0] if len(each) == 1 else torch.cat(tuple(each)) for each in (actual, rows))
     hidden, calls, device = outputs.shape[1], len(rows), outputs.device

@@ -128,8 +128,8 @@ def make_discriminating(experts: dict[str, Tensor], problem: Problem) -> None:
             experts[name] = experts[name].clamp(max=_MAX_E8M0_CODE - 1) + _random_bits(experts[name])
     if problem.has_bias:
         # `make_inputs` scales the first product to about 1.
-        second = max(each.square().sum(-1).mean().sqrt().item() for each in _dequantized(problem, experts, "w2"))
-        sizes = {"w13_bias": 1.0, "w2_bias": second}
+        second = [each.square().sum(-1).mean().sqrt() for each in _dequantized(problem, experts, "w2")]
+        sizes = {"w13_bias": 1.0, "w2_bias": torch.stack(second).amax()}
         for name, size in sizes.items():
             experts[name] = (_random(experts[name], seed=2) * size).to(experts[name].dtype)
 

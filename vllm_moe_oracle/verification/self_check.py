@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -199,28 +199,27 @@ class Calls:
         Args:
             start: when the comparison began, by `time.perf_counter`.
         """
-        excesses = bounds.excesses(self._outputs, self._reference, self._rows)
-        allowed = self._reference.tolerance.expand(len(excesses))
-        # The host waits for the device here, and for all calls at once.
-        figures = torch.stack((excesses, allowed, *self._changes())).cpu()
-        worst, tolerance = float(figures[0].amax()), float(figures[1, 0])
-        fault = next((found for index in range(len(excesses)) if (found := self._fault(index, figures[:, index]))), "")
+        excesses = bounds.excesses(self._outputs, self._reference, self._rows).unsqueeze(-1)
+        allowed = self._reference.tolerance.expand(excesses.shape)
+        # The host waits for the device here, once for all calls.
+        figures = torch.cat((excesses, allowed, self._changes()), -1).cpu()
+        worst, tolerance = float(figures[:, 0].amax()), float(figures[0, 1])
+        fault = next((found for index, each in enumerate(figures.tolist()) if (found := self._fault(index, *each))), "")
         return Comparison(worst * tolerance, tolerance, time.perf_counter() - start, "", fault)
 
-    def _changes(self) -> Iterator[Tensor]:
-        """For each tensor that the kernel got, 1 in the calls that have changed it, float32 `[calls]`."""
-        batches = bounds.call_batches(self._rows)
-        for name, before in self._given.items():
-            found = []
-            for some in batches:
-                rows = self._rows[some]
-                changed = (torch.cat(self._after[name][some]) != before[torch.cat(rows)]).any(-1)
-                found.append(bounds.largest_of_calls(changed.to(torch.float32), rows))
-            yield torch.cat(found)
+    def _changes(self) -> Tensor:
+        """Whether each call has changed each tensor that the kernel got, float32 `[calls, tensors]`: 1 if so."""
+        found = []
+        for some in bounds.call_batches(self._rows):
+            rows = torch.cat(self._rows[some])
+            changed = [
+                (torch.cat(self._after[name][some]) != before[rows]).any(-1) for name, before in self._given.items()
+            ]
+            found.append(bounds.largest_of_calls(torch.stack(changed, -1).to(torch.float32), self._rows[some]))
+        return torch.cat(found)
 
-    def _fault(self, index: int, figures: Tensor) -> str:
-        """What is wrong with a call, in words; "" when nothing is. `figures` are its column of those of `result`."""
-        excess, _, *changed = figures.tolist()
+    def _fault(self, index: int, excess: float, allowed: float, *changed: float) -> str:
+        """What is wrong with a call, in words; "" when nothing is. The numbers are its of `result`."""
         rows, words = self._rows[index], []
         # NaN is wrong, too.
         if not excess <= 1:
