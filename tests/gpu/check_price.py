@@ -37,8 +37,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-os.environ["MOE_ORACLE_SELF_CHECK"] = "group"  # the table of backends is made without
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -201,6 +199,7 @@ def measure(layer: str, device: str, count: int, profile: bool, quiet: backend_t
     from vllm_moe_oracle.backends._hopper import HopperBackend
     from vllm_moe_oracle.methods import backend_check
 
+    os.environ["MOE_ORACLE_SELF_CHECK"] = "group"  # the table of backends is made without
     scheme, case_name, name = layer.split(":")
     table = backend_table.table_of(scheme)
     case = table.cases[case_name]

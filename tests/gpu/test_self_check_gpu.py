@@ -1,13 +1,16 @@
 """The self-check of kernels on a GPU: right ones pass, in a small layer and in the converted one, and faults are found
 that show in a few columns, in some calls, in one expert or only with many tokens.
 
+    python -m pytest -m "gpu and not full" tests/gpu/test_self_check_gpu.py           three minutes on 16 cores
+    python -m pytest -m gpu tests/gpu/test_self_check_gpu.py                          every layer of the tables
     python -m pytest tests/gpu/test_self_check_gpu.py -k many_tokens -s     what it makes of kernels for many tokens
+
+Right backends are checked in worker processes (`parallel_checks`), all of them before the first result is looked at.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,20 +21,30 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-from tests.gpu import backend_table, table_mxfp4, table_mxfp8, table_wna16
+from tests.gpu import backend_table, parallel_checks, table_mxfp4, table_mxfp8, table_wna16
 from tests.gpu.backend_table import Case, Table
+from tests.gpu.parallel_checks import Check, Outcome
 from vllm_moe_oracle import plugin
 from vllm_moe_oracle.backends import Backend
+from vllm_moe_oracle.backends._hopper import HopperBackend
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import SelfCheckError
-from vllm_moe_oracle.methods import backend_check
-from vllm_moe_oracle.oracle.registry import default_registry
 
 pytestmark = pytest.mark.gpu
 
 TABLES = {"mxfp8": table_mxfp8.TABLE, "mxfp4": table_mxfp4.TABLE, "wna16": table_wna16.TABLE}
-LAYERS = [(table, case) for table in TABLES.values() for case in table.cases.values() if case.hidden <= 2880]
+MANY = {"mxfp8": "qwen3_silu", "mxfp4": "gpt_oss_20b", "wna16": "qwen3_g128"}
+"""A layer of each scheme whose persistent kernels take over at 257 tokens or more, and at fewer than vLLM's default for
+the most tokens of a step."""
+
+LAYERS = [(kind, case) for kind, table in TABLES.items() for case in table.cases.values() if case.hidden <= 2880]
 Change = Callable[[torch.Tensor, torch.Tensor], object]
+
+
+def is_first(kind: str, case: Case) -> bool:
+    """Whether a layer is among those that are always checked: the tiny ones have every format, bias, activation and
+    placement of experts but ungated ones, the others are of real sizes."""
+    return case.name.startswith("tiny") or case.name in (MANY[kind], "nemotron_relu2_tp2")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,13 +53,34 @@ def one_rank() -> Iterator[None]:
     os.environ["MOE_ORACLE_SELF_CHECK"] = "group"  # the table of backends is made without
     backend_table.join_alone("cuda")
     plugin.register()
-    # vLLM's logger hands nothing on to the root logger, where pytest listens.
-    propagate, logging.getLogger("vllm").propagate = logging.getLogger("vllm").propagate, True
-    yield
-    logging.getLogger("vllm").propagate = propagate
+    with pytest.MonkeyPatch.context() as patch:
+        # Kernels that only serve take most of the time, and are not called here.
+        patch.setattr(HopperBackend, "_warm_up", lambda *arguments: [])
+        yield
     plugin.unregister()
     backend_table.leave()
     os.environ["MOE_ORACLE_SELF_CHECK"] = mode
+
+
+@pytest.fixture(scope="module", autouse=True)
+def outcomes(one_rank: None, request: pytest.FixtureRequest) -> dict[Check, Outcome]:
+    """The checks of right backends that the selected tests ask for. The other tests need kernels of these, too, and
+    come after them."""
+    checks: list[Check] = []
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.module is request.module and hasattr(item, "callspec"):
+            checks += checks_of(**item.callspec.params)
+    return parallel_checks.run_all(checks)
+
+
+def checks_of(kind: str, case: Case | None = None) -> list[Check]:
+    """The checks of right backends: of one layer, or of the layer with many tokens of a scheme."""
+    if case is not None:
+        return [Check(kind, case.name, name) for name in accepted(case)]
+    many = TABLES[kind].cases[MANY[kind]]
+    names = [each for each in accepted(many) if each.startswith(("hopper", "marlin", "humming"))]
+    found = [Check(kind, many.name, name, how) for name in names for how in ("int32", "int64")]
+    return [*found, Check(kind, few(kind).name, f"hopper_{kind}", "batched")]
 
 
 class Wrong:
@@ -108,58 +142,56 @@ def accepted(case: Case) -> list[str]:
 
 
 def built(table: Table, case: Case, name: str) -> Any:
-    backend_check.reset()
-    return backend_table.build(table, case, table.checkpoint(case, "cuda"), "cuda", "auto", own=name)
+    return parallel_checks.build(table, case, name)
 
 
-@pytest.mark.parametrize(("table", "case"), LAYERS, ids=[f"{case.scheme.name}-{case.name}" for _, case in LAYERS])
+def few(kind: str) -> Case:
+    """The first layer of a scheme that this project's kernels run."""
+    return next(each for kind_, each in LAYERS if kind_ == kind and f"hopper_{kind}" in accepted(each))
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        pytest.param(kind, case, id=f"{kind}-{case.name}", marks=[] if is_first(kind, case) else [pytest.mark.full])
+        for kind, case in LAYERS
+    ],
+)
 def test_right_kernels_pass_before_and_after_the_conversion(
-    table: Table, case: Case, caplog: pytest.LogCaptureFixture
+    kind: str, case: Case, outcomes: dict[Check, Outcome]
 ) -> None:
-    for name in accepted(case):
-        made = built(table, case, name)
-        results = [backend_table._checked(made, made.method.backend, made.method.adapter) for _ in range(2)]
-        print(f"{case.name:24} {name:28} {results[1].error / results[1].tolerance:.3f} of the bound; {results[1]}")
-        assert all(each.passed for each in results), results
-        with caplog.at_level("INFO", "vllm.moe_oracle"):
-            made.convert()
-        print("\n".join(each for each in caplog.text.splitlines() if "after the conversion" in each))
-        if not made.method.is_monolithic:
-            assert f"check of {name} after the conversion: relative error" in caplog.text
-        caplog.clear()
-        made.close()
+    found = {each.backend: outcomes[each] for each in checks_of(kind, case)}
+    for name, outcome in found.items():
+        print(f"{case.name:24} {name:28} {outcome.failure}{'; '.join(map(str, (*outcome.before, *outcome.after)))}")
+    assert found and [name for name, each in found.items() if not each.passed] == []
 
 
-@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kind", TABLES)
-def test_faults_of_hoppers_kernels_are_found(kind: str, fault: str) -> None:
-    table = TABLES[kind]
-    case = next(each for each in table.cases.values() if f"hopper_{kind}" in accepted(each) and each.hidden <= 2880)
-    made = built(table, case, f"hopper_{kind}")
-    result = backend_table._checked(made, Wrong(made.method.backend, *FAULTS[fault]), made.method.adapter)
-    assert not result.passed and result.fault, result
+def test_faults_of_hoppers_kernels_are_found(kind: str) -> None:
+    made = built(TABLES[kind], few(kind), f"hopper_{kind}")
+    method = made.method
+    results = {
+        fault: backend_table._checked(made, Wrong(method.backend, *changes), method.adapter)
+        for fault, changes in FAULTS.items()
+    }
+    assert [str(each) for each in results.values() if each.passed or not each.fault] == []
     made.close()
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_hoppers_kernels_are_right_on_tokens_sorted_by_expert(kind: str) -> None:
-    table = TABLES[kind]
-    case = next(each for each in table.cases.values() if f"hopper_{kind}" in accepted(each) and each.hidden <= 2880)
-    made = built(table, case, f"hopper_{kind}")
-    backend, adapter = made.method.backend, made.method.adapter
-    result = backend_table._checked(made, backend, adapter, batched=True)
-    assert result.passed and not result.skip_reason, result
-    wrong = Wrong(backend, *FAULTS["last 16 columns"])
-    assert not backend_table._checked(made, wrong, adapter, batched=True).passed
+def test_hoppers_kernels_are_right_on_tokens_sorted_by_expert(kind: str, outcomes: dict[Check, Outcome]) -> None:
+    right = outcomes[Check(kind, few(kind).name, f"hopper_{kind}", "batched")]
+    assert right.passed and not right.before[0].skip_reason, right
+    made = built(TABLES[kind], few(kind), f"hopper_{kind}")
+    wrong = Wrong(made.method.backend, *FAULTS["last 16 columns"])
+    assert not backend_table._checked(made, wrong, made.method.adapter, batched=True).passed
     made.close()
 
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_wrong_expert_of_the_converted_layer_is_found(kind: str) -> None:
-    table = TABLES[kind]
-    cases = (each for each in table.cases.values() if f"hopper_{kind}" in accepted(each) and each.ep == 1)
-    case = max(cases, key=lambda each: each.experts)
-    made = built(table, case, f"hopper_{kind}")
+    case = TABLES[kind].cases[MANY[kind]]
+    made = built(TABLES[kind], case, f"hopper_{kind}")
     wrong = case.experts - 2
 
     def other(x: torch.Tensor, ids: torch.Tensor) -> None:
@@ -175,10 +207,6 @@ def test_a_wrong_expert_of_the_converted_layer_is_found(kind: str) -> None:
 
 
 # --- Many tokens ------------------------------------------------------------------------------------------------------
-
-MANY = {"mxfp8": "qwen3_silu", "mxfp4": "gpt_oss_20b", "wna16": "qwen3_g128"}
-"""A layer of each scheme whose persistent kernels take over at 257 tokens or more, and at fewer than vLLM's default for
-the most tokens of a step."""
 
 Edit = Callable[[torch.Tensor, torch.Tensor], object]
 
@@ -280,33 +308,16 @@ def test_faults_with_many_tokens_are_found(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MANY)
-def test_right_backends_pass_with_many_tokens_and_wide_ids(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_backends_pass_with_many_tokens_and_wide_ids(kind: str, outcomes: dict[Check, Outcome]) -> None:
     """Marlin, Humming and this project's kernels: with many tokens, on memory full of NaN, and with ids in int64, which
     some all-to-alls deliver. For vLLM's own classes the latter is only printed: most servers never give them such
     ids."""
-    made, _, _ = many(kind)
-    adapter, problem = made.method.adapter, made.method.decision.problem
-    names = [
-        each for each in accepted(TABLES[kind].cases[MANY[kind]]) if each.startswith(("hopper", "marlin", "humming"))
-    ]
-    refused = []
-    for wide in (False, True):
-        with monkeypatch.context() as patch:
-            if wide:
-                patch.setattr(type(adapter), "ids_dtype", lambda self, moe: torch.int64)
-            for name in names:
-                backend = default_registry()[name]
-                plan = backend.plan(problem, detect.detect())
-                try:
-                    result = str(found := backend_table._checked(made, backend, adapter, plan))
-                    passed = found.passed
-                except Exception as error:  # of one backend, which must not hide what the others do
-                    result, passed = f"{type(error).__name__}: {error}"[:300], False
-                print(f"  {name}, {'int64' if wide else 'int32'}: {'passes' if passed else 'REFUSED'}: {result}")
-                if not passed and (not wide or name.startswith("hopper")):
-                    refused.append((name, wide))
-    assert f"hopper_{kind}" in names and not refused
-    made.close()
+    found = {(each.backend, each.how): outcomes[each] for each in checks_of(kind) if each.how != "batched"}
+    for (name, how), outcome in found.items():
+        print(f"  {name}, {how}: {'passes' if outcome.passed else 'REFUSED'}: {outcome}")
+    refused = [key for key, each in found.items() if not each.passed]
+    assert (f"hopper_{kind}", "int64") in found
+    assert not [(name, how) for name, how in refused if how == "int32" or name.startswith("hopper")]
 
 
 @pytest.mark.parametrize("kind", MANY)

@@ -259,6 +259,27 @@ def test_the_rows_that_choose_hummings_kernels(layer: str, rows: set[int]) -> No
     assert backend_table.rows_called(TABLE.cases[layer], (1, 7, 64, 513)) == rows
 
 
+def test_a_part_is_counted_without_the_parts_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.gpu import check_price  # which imports backend_table, and must do so after tests.lib
+
+    clock = iter(float(each) for each in (0, 1, 3, 10, 20, 100))
+    monkeypatch.setattr(check_price.time, "perf_counter", lambda: next(clock))
+
+    class Check:
+        def whole(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) + 1
+
+        def inner(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 * 3
+
+    monkeypatch.setattr(check_price, "places", lambda: [(Check, "whole", "whole"), (Check, "inner", "inner")])
+    parts, own = check_price.Parts(), Check.whole
+    with parts.counted(), parts.timed():
+        Check().whole(torch.ones(1))
+    assert parts.seconds == {"rest": 1.0 + 80.0, "whole": 2.0 + 10.0, "inner": 7.0} and Check.whole is own
+    assert parts.operations == {"rest": 1, "whole": 1, "inner": 2} and parts.calls == {"whole": 1, "inner": 1}
+
+
 LAYER = """#!/usr/bin/env bash
 # A process of a table: `ready` has its row at once and its time later, `slow` never has one.
 while [ $# -gt 0 ]; do

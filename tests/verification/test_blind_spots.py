@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lib.cases import CPU, MXFP8, MXFP8_W8A8, SILU, problem
 
@@ -211,6 +212,43 @@ def test_outputs_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "_COMPARED_ROWS", 600)
     for found, whole in zip(parts, bounds.ratios(actual, reference, rows), strict=True):
         assert torch.allclose(found, whole, rtol=1e-5)
+
+
+def test_calls_are_compared_together_as_each_by_itself() -> None:
+    """One with NaN, one that is off in a column and one with many rows do not change what is said of the others."""
+    generator = torch.Generator().manual_seed(0)
+    expected, noise = torch.randn(16, 80, generator=generator), torch.rand(16, 80, generator=generator) + 0.1
+    reference = bounds.Reference(expected, noise, noise.mean(-1), torch.tensor(1.0))
+    rows = [inputs.rows_of_call(tokens, 16, 5) for tokens in (1, 7, 65, 16, 200, 600, 9)]
+    actual = [expected[each] + torch.randn(len(each), 80, generator=generator) * 0.1 for each in rows]
+    actual[1][3, 7] = torch.nan
+    actual[3][:, -1] += 9
+    assert bounds.call_batches(rows) == [slice(0, 4), slice(4, 5), slice(5, 6), slice(6, 7)]
+    found = bounds.excesses(actual, reference, rows)
+    alone = torch.stack([bounds.excess(one, reference, each) for one, each in zip(actual, rows, strict=True)])
+    assert torch.allclose(found, alone, rtol=1e-5, equal_nan=True)
+    assert found.isnan().tolist() == [False, True, *[False] * 5] and (found > 1).tolist().index(True) == 3
+
+
+def test_the_host_waits_for_no_call() -> None:
+    """A number that is read, or a size that depends on values, would wait for the device at each."""
+    waits: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            waits.extend({"_local_scalar_dense", "nonzero", "unique", "equal"} & set(str(func).split(".")))
+            return func(*args, **(kwargs or {}))
+
+    expected = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    reference = bounds.Reference(expected, torch.ones(16, 64), torch.ones(16), torch.tensor(1.0))
+    given = {"tokens": expected, "routing weights": torch.ones(16, 2), "expert ids": torch.zeros(16, 2)}
+    calls = self_check.Calls(lambda x, weights, ids, poisoned: x, reference, given)
+    with Watch():
+        for tokens in (1, 7, 65, 600):
+            calls.make(inputs.rows_of_call(tokens, 16, 5), poisoned=tokens != 7)
+        assert not waits
+        assert bool(expected.sum()) and waits  # it is seen
+    assert calls.result(0.0).passed
 
 
 def test_a_sum_of_terms_with_independent_errors_is_within_the_bound() -> None:

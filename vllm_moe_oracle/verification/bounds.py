@@ -285,7 +285,8 @@ def _ratios(actual: Sequence[Tensor], reference: Reference, rows: Sequence[Tenso
     sizes[-1] = hidden - BLOCK * (len(sizes) - 1)
     blocks, tokens = [], []
     columns = torch.zeros(calls, hidden, dtype=torch.float32, device=device)
-    for part, mine, of in zip(*(each.split(_COMPARED_ROWS) for each in (outputs, places, call)), strict=True):
+    for first in range(0, len(places), _COMPARED_ROWS):
+        part, mine, of = (each[first : first + _COMPARED_ROWS] for each in (outputs, places, call))
         differences = part.float() - reference.expected[mine]
         errors = (differences / reference.noise[mine]).square()
         columns.index_add_(0, of, errors)

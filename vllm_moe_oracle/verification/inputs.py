@@ -129,8 +129,7 @@ def make_discriminating(experts: dict[str, Tensor], problem: Problem) -> None:
     if problem.has_bias:
         # `make_inputs` scales the first product to about 1.
         second = [each.square().sum(-1).mean().sqrt() for each in _dequantized(problem, experts, "w2")]
-        sizes = {"w13_bias": 1.0, "w2_bias": torch.stack(second).amax()}
-        for name, size in sizes.items():
+        for name, size in (("w13_bias", torch.ones_like(second[0])), ("w2_bias", torch.stack(second).amax())):
             experts[name] = (_random(experts[name], seed=2) * size).to(experts[name].dtype)
 
 
