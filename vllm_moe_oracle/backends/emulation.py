@@ -255,7 +255,7 @@ def expert_outputs(
 
 
 def round_inputs(values: Tensor, dtype: torch.dtype, problem: Problem) -> Tensor:
-    """What enters a product: float32 `[m, K]`, rounded to the layer's format of activations or the model's dtype."""
+    """What enters a product: float32 `[..., K]`, rounded to the layer's format of activations or the model's dtype."""
     import torch
 
     from .. import schemes

@@ -16,7 +16,7 @@ def activate(y: torch.Tensor, activation: Activation) -> torch.Tensor:
     """The function between the products.
 
     Args:
-        y: float32 `[M, R]`: gate columns then up columns when gated.
+        y: float32 `[..., R]`: gate columns then up columns when gated.
         activation: which function, with its parameters. ``swigluoai`` is
             ``gate * sigmoid(alpha * gate) * (up + beta)`` after clamping gate from above and up from both sides to
             ``limit`` (gpt-oss's modeling code); a limit on any other gated function clamps the same way, but on
@@ -24,7 +24,7 @@ def activate(y: torch.Tensor, activation: Activation) -> torch.Tensor:
             ``alpha * tanh(gate / alpha) * sigmoid(gate) * beta * tanh(up / beta)`` (Kimi-K3).
 
     Returns:
-        float32 `[M, I]`.
+        float32 `[..., I]`.
 
     Raises:
         ValueError: there is no formula of this name.

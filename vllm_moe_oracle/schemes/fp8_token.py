@@ -13,7 +13,7 @@ from .mxfp8 import E4M3_MAX
 
 
 def fake_quantize(values: Tensor) -> Tensor:
-    """Activations quantized and dequantized: float32 `[M, K]`. A NaN or an infinity makes the whole token NaN
+    """Activations quantized and dequantized: float32 `[..., K]`. A NaN or an infinity makes the whole token NaN
     or infinite."""
     scale = values.abs().amax(-1, keepdim=True) / E4M3_MAX
     scaled = (values / scale.clamp(min=torch.finfo(torch.float32).tiny)).clamp(-E4M3_MAX, E4M3_MAX)

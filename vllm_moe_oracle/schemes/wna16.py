@@ -352,10 +352,10 @@ def fake_quantize(values: Tensor) -> Tensor:
     """Activations quantized to int8 with one scale per token and dequantized, as W4A8 integer kernels use them.
 
     Args:
-        values: float32 `[M, K]`, finite.
+        values: float32 `[..., K]`, finite.
 
     Returns:
-        float32 `[M, K]`: nearest multiples of the token's largest magnitude / 127.
+        float32 `[..., K]`: nearest multiples of the token's largest magnitude / 127.
     """
     steps = values.abs().amax(-1, keepdim=True) / 127
     return (values / steps.clamp(min=torch.finfo(torch.float32).tiny)).round() * steps

@@ -281,8 +281,7 @@ def _ratios(actual: Sequence[Tensor], reference: Reference, rows: Sequence[Tenso
     lengths = torch.tensor([len(each) for each in rows], device=device)
     call = torch.repeat_interleave(lengths, output_size=len(places))
     # The last block may have fewer columns than the others.
-    sizes = torch.full((-(-hidden // BLOCK),), BLOCK, dtype=torch.float32, device=device)
-    sizes[-1] = hidden - BLOCK * (len(sizes) - 1)
+    sizes = (hidden - torch.arange(0, hidden, BLOCK, dtype=torch.float32, device=device)).clamp(max=BLOCK)
     blocks, tokens = [], []
     columns = torch.zeros(calls, hidden, dtype=torch.float32, device=device)
     for first in range(0, len(places), _COMPARED_ROWS):

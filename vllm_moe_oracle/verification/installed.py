@@ -44,6 +44,9 @@ PART = 8
 _FEW_EXPERTS = 2
 """Experts of a layer whose kind was checked before, at least; as many tokens of a layer that is called once more."""
 
+_VALUES = 1 << 22
+"""Inputs or first products that the reference computes with at once: 16 MiB, and a few times that of temporaries."""
+
 _SIZE = 2.0
 """Root mean square of the first product of the expert with the largest weights: activations are curved there."""
 
@@ -115,8 +118,10 @@ class WeightParts:
         inputs = torch.randn(count, PART, generator=self._generator, device="cpu", dtype=torch.float32)
         x = torch.zeros(count, problem.hidden_size, device=device, dtype=torch.float32)
         x[:, self.features] = inputs.to(device)
-        sums = torch.stack([(x[:, self.features] @ each.T).square().mean() for each in self._w13])
-        largest = float(sums.amax().sqrt())
+        # The sum of the squares of all products x @ w13.T, from the products of features with each other.
+        matrices, given = torch.stack(self._w13), x[:, self.features]
+        squares = ((matrices.mT @ matrices) * (given.T @ given)).sum((1, 2)) / (count * matrices.shape[1])
+        largest = float(squares.amax().sqrt())
         weights = torch.rand(count, problem.top_k, generator=self._generator, device="cpu", dtype=torch.float32) + 0.5
         weights *= max(WEIGHT_SUMS) / problem.top_k  # sums that differ from token to token
         return (x * (_SIZE / (largest or 1.0))).to(getattr(torch, problem.dtype)), weights.to(device)
@@ -140,25 +145,30 @@ class WeightParts:
         count, on_input = len(self._w13), problem.routing.apply_router_weight_on_input
         expected = torch.zeros(count, self._w2[0].shape[0], device=x.device, dtype=torch.float32)
         size = torch.zeros_like(expected)
-        for expert in range(count):
-            # The tokens whose slot 0, 1, ... holds this expert.
-            slots = torch.arange(weights.shape[1], device=x.device)
-            token = (expert - slots) % count
+        slots = torch.arange(weights.shape[1], device=x.device)
+        # Of each expert the tokens whose slot 0, 1, ... holds it, `[len(experts), top_k]`.
+        every = (torch.arange(count, device=x.device)[:, None] - slots) % count
+        # Many experts at once: the products of one take a GPU less time than the host needs to ask for them.
+        step = max(1, _VALUES // (weights.shape[1] * max(x.shape[1], self._w13[0].shape[0])))
+        for first in range(0, count, step):
+            some = slice(first, first + step)
+            w13, w2 = torch.stack(self._w13[some]), torch.stack(self._w2[some])
+            token = every[some]
             weight = weights[token, slots].unsqueeze(-1)
             given = x[token]
             if on_input:  # as vLLM's prepare step does it
                 given, weight = given * weight.to(x.dtype), (weight != 0).to(torch.float32)
-            given = round_inputs(given.to(torch.float32), x.dtype, problem)[:, self.features]
-            hidden = given @ self._w13[expert].T
+            given = round_inputs(given.to(torch.float32), x.dtype, problem)[..., self.features]
+            hidden = given @ w13.mT
             if self._biases:
-                hidden += self._biases[expert][0]
+                hidden += torch.stack([each for each, _ in self._biases[some]]).unsqueeze(1)
             hidden = round_inputs(activate(hidden, problem.activation), x.dtype, problem)
-            output = hidden @ self._w2[expert].T
+            output = hidden @ w2.mT
             if self._biases:
-                output += self._biases[expert][1]
-            terms = torch.maximum(hidden.square() @ self._w2[expert].square().T, output.square())
-            expected.index_add_(0, token, output * weight)
-            size.index_add_(0, token, terms * weight.square())
+                output += torch.stack([each for _, each in self._biases[some]]).unsqueeze(1)
+            terms = torch.maximum(hidden.square() @ w2.square().mT, output.square())
+            expected.index_add_(0, token.flatten(), (output * weight).flatten(0, 1))
+            size.index_add_(0, token.flatten(), (terms * weight.square()).flatten(0, 1))
         return expected, size
 
 
