@@ -37,10 +37,21 @@ def fill_empty_slots(topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor 
         expert_map: see `Forward`.
 
     Returns:
-        Weights float32 and local ids int32, `[M, top_k]` each, contiguous.
+        Weights float32 and local ids int32, `[M, top_k]` each, contiguous; the arguments themselves where nothing is
+        to change.
     """
     import torch
 
+    # As vLLM's router for CPUs delivers them. One search takes a fifth of the time of the operations below.
+    ready = (
+        expert_map is None
+        and topk_ids.dtype is torch.int32
+        and topk_weights.dtype is torch.float32
+        and topk_ids.is_contiguous()
+        and topk_weights.is_contiguous()
+    )
+    if ready and topk_ids.min().item() >= 0:
+        return topk_weights, topk_ids
     ids = topk_ids.to(torch.int32)
     if expert_map is not None:
         ids = expert_map.to(torch.int32)[ids.clamp(min=0).long()].masked_fill(ids < 0, -1)

@@ -160,7 +160,7 @@ class CpuDequantized(Backend):
         """
         import torch
 
-        operator = require_operator("cpu_fused_moe", problem.layer)
+        operator = require_operator("cpu_fused_moe", problem.layer).default
         on_input = problem.routing.apply_router_weight_on_input
         # A bias of the second product is cut once, so it is as much too large as it would be too small.
         factor = (1 + _CUT_OFF) ** 2 if problem.dtype == "bfloat16" and _cuts_off() else 1.0

@@ -75,6 +75,11 @@ class LayerTensors(Mapping[str, Tensor]):
         assert isinstance(tensor, Tensor)
         return tensor
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """The tensor, or `default`. `Mapping.get` raises and catches an exception for a name that is not there, and
+        kernels ask for biases at each call."""
+        return self[name] if name in self._parameter_names else default
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameter_names)
 
