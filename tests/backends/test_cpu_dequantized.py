@@ -15,6 +15,7 @@ from tests.lib.function_recorder import FunctionRecorder
 from tests.lib.stock_rules import HALVES, backend, codes_of, converted, expert, stacked, wna16_scheme
 from vllm_moe_oracle import schemes
 from vllm_moe_oracle.backends import cpu_dequantized
+from vllm_moe_oracle.backends._cpu import fill_empty_slots
 from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.core.decision import ShardPlan
 from vllm_moe_oracle.core.problem import Activation, Problem, Routing, Scheme
@@ -182,6 +183,41 @@ def both(layer: Problem, tokens: int, places: torch.Tensor | None = None) -> tup
     assert torch.equal(x, before)
     run(out[:0], x[:0], weights[:0], ids[:0], places)
     return out, expected
+
+
+def test_routing_that_is_ready_is_not_copied() -> None:
+    weights, ids = torch.rand(3, 2), torch.tensor([[0, 1], [7, 0], [3, 2]], dtype=torch.int32)
+    found = fill_empty_slots(weights, ids, None)
+    assert found[0] is weights and found[1] is ids
+
+
+def _empty(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = ids.clone()
+    ids[2, 1] = -1
+    return weights, ids
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _empty,
+        lambda weights, ids: (weights.double(), ids),
+        lambda weights, ids: (weights, ids.long()),
+        lambda weights, ids: (weights.T.contiguous().T, ids),
+        lambda weights, ids: (weights, ids.T.contiguous().T),
+    ],
+    ids=["empty slot", "double", "int64", "strided weights", "strided ids"],
+)
+def test_routing_that_is_not_ready_is_copied(change: Any) -> None:
+    """The operator reads float32 and int32 without gaps, and an id of -1 lets it write outside of its memory."""
+    weights, ids = change(torch.rand(3, 2), torch.tensor([[0, 1], [7, 0], [3, 2]], dtype=torch.int32))
+    before = weights.clone(), ids.clone()
+    found = fill_empty_slots(weights, ids, None)
+    assert (found[0].dtype, found[1].dtype) == (torch.float32, torch.int32)
+    assert found[0].is_contiguous() and found[1].is_contiguous()
+    assert torch.equal(found[1].long(), ids.clamp(min=0).long())
+    assert torch.equal(found[0], torch.where(ids < 0, 0.0, weights.float()))
+    assert torch.equal(weights, before[0]) and torch.equal(ids, before[1])
 
 
 def test_the_routers_weight_multiplies_the_input_where_it_should() -> None:

@@ -1,4 +1,4 @@
-"""Measures the plugin's overhead before it serves: import, registration, decision, `explain`, search for damage.
+"""Measures the plugin's overhead: import, registration, decision, `explain`, search for damage, and a layer's call.
 
     python -m tests.tools.overhead [--write]
 
@@ -66,6 +66,43 @@ print((time.perf_counter() - start) * 1e3)
 """
 SEARCH = WEIGHTS % "lambda: mxfp8.check_values(tensors, problem)"
 COPY = WEIGHTS % "lambda: [each.clone() for each in tensors.values()]"
+LAYER_CALL = """
+import time, torch
+from vllm_moe_oracle.compat import current_adapter
+from vllm_moe_oracle.compat.experts_builder import VllmBuilder
+from vllm_moe_oracle.compat.standalone_layer import fused_moe_config, layer_namespace, single_rank_worker
+from vllm_moe_oracle.core.problem import Activation, Problem, Scheme
+from vllm_moe_oracle.methods.base import STATE_ATTRIBUTE, OracleMoEMethod
+from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import make_moe_prepare_and_finalize_no_dp_ep
+torch.set_num_threads(1)
+scheme = Scheme("mxfp8", 8, 32, "modelopt")
+problem = Problem("model.layers.0.mlp.experts", scheme, 8, 8, 8, 576, 192, Activation("silu"))
+x, weights = torch.zeros(1, 576, dtype=torch.bfloat16), torch.ones(1, 8)
+ids = torch.arange(8, dtype=torch.int32).unsqueeze(0)
+with single_rank_worker("cpu", 8), torch.inference_mode():
+    adapter, moe = current_adapter(), fused_moe_config(problem, "cpu", 8)
+    experts = VllmBuilder(adapter, moe, adapter.quant_config(problem, {})).from_function(lambda *arguments: None)
+    kernel = adapter.modular_kernel(make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False), experts)
+    method = object.__new__(OracleMoEMethod)
+    method.adapter, method.moe_kernel, method.token_dispatch = adapter, kernel, None
+    tensors = {"w13": torch.empty(8, 384, 576, device="meta"), "w2": torch.empty(8, 576, 192, device="meta")}
+    layer = layer_namespace(problem, moe, tensors)
+    setattr(layer, STATE_ATTRIBUTE, "converted")
+    arguments = dict(topk_weights=weights, topk_ids=ids, activation=moe.activation, global_num_experts=8)
+    arguments |= dict(expert_map=None, apply_router_weight_on_input=False)
+    if %r:
+        experts.apply = lambda **given: None
+        call = lambda: kernel.apply(x, tensors["w13"], tensors["w2"], **arguments)
+    else:
+        call = lambda: method.apply(layer, x, weights, ids, shared_experts=None, shared_experts_input=None)
+    found = []
+    for _ in range(200):
+        start = time.thread_time()
+        for _ in range(20):
+            call()
+        found.append((time.thread_time() - start) / 20 * 1e3)
+print(sorted(found)[len(found) // 2])
+"""
 
 
 def measured(code: str, runs: int = RUNS) -> float:
@@ -118,11 +155,21 @@ def main() -> None:
             "unit": "ms",
         },
         {"what": "a copy of these weights in memory, for comparison", "value": measured(COPY, 3), "unit": "ms"},
+        {
+            "what": "a call of a layer on the host in eager mode, without what its kernel does, processor time",
+            "value": measured(LAYER_CALL % False),
+            "unit": "ms",
+        },
+        {
+            "what": "of it vLLM's modular kernel, which unquantized layers have, too",
+            "value": measured(LAYER_CALL % True),
+            "unit": "ms",
+        },
     ]
     for row in rows:
         row["value"] = float(f"{row['value']:.2g}")
         print(f"{row['value']:>8g} {row['unit']}  {row['what']}")
-    runs = f"Medians of {RUNS} fresh processes (3 for `register()` and the last two)"
+    runs = f"Medians of {RUNS} fresh processes (3 for `register()`, the search and the copy)"
     conditions = f"{runs}, {cpu_name()}, Python {platform.python_version()}"
     result = {"command": "python -m tests.tools.overhead --write", "conditions": conditions, "rows": rows}
     if write:
