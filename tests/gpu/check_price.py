@@ -4,8 +4,8 @@ conversion.
     python tests/gpu/check_price.py --json price.json            three layers, each in a process of its own, timed alone
     python tests/gpu/check_price.py --layer mxfp8:qwen3_silu:hopper_mxfp8         one of them, in this process
     python tests/gpu/check_price.py --device cpu --layer mxfp8:tiny_silu:cpu_dequantized      without a GPU
-    python tests/gpu/check_price.py --host      on any machine: tiny layers, as many calls as on a GPU, whose kernel does
-                                                nothing; processor time of one thread, and operations
+    python tests/gpu/check_price.py --host      on any machine: tiny layers, as many calls as on a GPU, whose kernel
+                                                does nothing; processor time of one thread, and operations
 
 A layer is ``SCHEME:CASE:BACKEND``, with a case of ``table_SCHEME.py``. Printed are
 
