@@ -72,8 +72,13 @@ class Outcome:
     @property
     def passed(self) -> bool:
         """Whether something was compared before and, but for kernels that route, after, and nothing was wrong."""
-        compared = bool(self.before) and (self.monolithic or bool(self.after))
-        return not self.failure and compared and all(each.passed for each in (*self.before, *self.after))
+        compared = self.monolithic or (bool(self.after) and not any(each.skip_reason for each in self.after))
+        return (
+            not self.failure
+            and bool(self.before)
+            and compared
+            and all(each.passed for each in self.before + self.after)
+        )
 
 
 def run_all(checks: Iterable[Check]) -> dict[Check, Outcome]:
