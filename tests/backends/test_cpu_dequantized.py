@@ -191,6 +191,11 @@ def test_routing_that_is_ready_is_not_copied() -> None:
     assert found[0] is weights and found[1] is ids
 
 
+def test_routing_of_no_tokens_is_empty() -> None:
+    found = fill_empty_slots(torch.rand(0, 2), torch.empty(0, 2, dtype=torch.int32), None)
+    assert [tuple(each.shape) for each in found] == [(0, 2), (0, 2)]
+
+
 def _empty(weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ids = ids.clone()
     ids[2, 1] = -1

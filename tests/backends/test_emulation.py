@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.lib import reference
 from tests.lib.cases import CPU, H200, MXFP8, MXFP8_W8A8, problem
 from tests.lib.tolerances import Layer, moe_bound, outside
-from vllm_moe_oracle.backends.emulation import BACKEND, forward
+from vllm_moe_oracle.backends.emulation import BACKEND, _tokens_by_expert, forward
 from vllm_moe_oracle.core.decision import Accepted, ShardPlan
 from vllm_moe_oracle.core.problem import Activation, Problem, Routing
 
@@ -437,3 +437,12 @@ def test_non_gated_experts_on_a_cpu_are_refused_as_vllm_refuses_them() -> None:
     layer = layer_of(activation=Activation("relu2", gated=False))
     assert [reason.code for reason in BACKEND.check(layer, CPU).reasons] == ["vllm.ungated"]
     assert BACKEND.check(layer, H200) == Accepted()
+
+
+def test_ids_beyond_the_local_experts_are_refused() -> None:
+    """Their tokens would silently get nothing: the expert map is missing."""
+    ids, weights = torch.tensor([[0, 3], [5, -1]]), torch.ones(2, 2)
+    with pytest.raises(ValueError, match="1 of 4 expert ids are beyond the 4 local experts"):
+        list(_tokens_by_expert(ids, weights, 4))
+    found = {index: token.tolist() for index, token, *_ in _tokens_by_expert(ids, weights, 6)}
+    assert found == {0: [0], 3: [0], 5: [1]}

@@ -52,6 +52,21 @@ def test_of_several_runs_the_last_one_counts(tmp_path: Path) -> None:
         assert len(times) == len(lines) and {each[0] for each in times.values()} == {123.0}
 
 
+def test_a_later_run_keeps_the_numbers_of_tokens_it_lacks(tmp_path: Path) -> None:
+    source = comparisons.GOLDEN / "h200" / "choice-5-vllm-0.33.0.jsonl"
+    head, *lines = source.read_text().splitlines()
+    again = json.loads(lines[0])
+    again["us"][STOCK_DEFAULT], again["quartiles"][STOCK_DEFAULT] = 123.0, [122.0, 124.0]
+    later = tmp_path / "choice-10-vllm-0.33.0.jsonl"
+    later.write_text("\n".join([head, json.dumps(again)]))
+    ((_, found),) = comparisons.runs([source, later]).items()
+    (entry,) = comparisons.comparison(found).entries
+    expected = {str(record["tokens"]): record["us"][STOCK_DEFAULT] for record in map(json.loads, lines)}
+    expected[str(again["tokens"])] = 123.0
+    times = entry.backends[STOCK_DEFAULT].times["uniform"]
+    assert {count: each[0] for count, each in times.items()} == expected and len(expected) > 1
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"routing": "skewed"}, "only uniform"), ({"environment": {"driver": "1"}}, "different conditions")],

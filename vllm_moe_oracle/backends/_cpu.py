@@ -50,7 +50,7 @@ def fill_empty_slots(topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor 
         and topk_ids.is_contiguous()
         and topk_weights.is_contiguous()
     )
-    if ready and topk_ids.min().item() >= 0:
+    if ready and (not topk_ids.numel() or topk_ids.min().item() >= 0):
         return topk_weights, topk_ids
     ids = topk_ids.to(torch.int32)
     if expert_map is not None:

@@ -275,6 +275,9 @@ def _tokens_by_expert(
 
     While a CUDA graph is captured no size may depend on data: every expert then gets every token and a mask. Otherwise
     an expert gets its own tokens, and the mask is None.
+
+    Raises:
+        ValueError: an id is beyond the local experts. It cannot be said while a graph is captured.
     """
     import torch
 
@@ -293,6 +296,9 @@ def _tokens_by_expert(
     order = slots.argsort(stable=True)
     tokens, weights = order // top_k, topk_weights.flatten()[order].to(torch.float32).unsqueeze(-1)
     ends = torch.searchsorted(slots[order], torch.arange(experts + 1, device=ids.device)).tolist()
+    if ends[-1] < len(slots):
+        rule = f"{len(slots) - ends[-1]} of {len(slots)} expert ids are beyond the {experts} local experts"
+        raise ValueError(f"{rule}: the layer's expert map is missing, or is another rank's")
     for index, (start, end) in enumerate(itertools.pairwise(ends)):
         if start < end:
             yield index, tokens[start:end], order[start:end], weights[start:end], None

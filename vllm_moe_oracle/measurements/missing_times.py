@@ -69,7 +69,7 @@ def fill_missing(measured: MeasurementSet, names: Sequence[str], predict: Predic
 def _missing_cells(compared: Mapping[str, Latencies]) -> dict[str, dict[str, list[int]]]:
     """By backend and routing the numbers of tokens at which it has no time and at least half of the others have one."""
     found: dict[str, dict[str, list[int]]] = {name: {} for name in compared}
-    for routing in {each for times in compared.values() for each in times}:
+    for routing in sorted({each for times in compared.values() for each in times}):
         known = {name: set(times[routing]) for name, times in compared.items() if times.get(routing)}
         cells = {
             count
