@@ -15,6 +15,16 @@ file is written after each mode; one that is ended keeps what it has measured.
 
 Nothing else should run on the machine's GPU and cores: a start compiles for half a minute, on every core.
 
+``--ranks 2`` serves larger models over two GPUs (``CUDA_VISIBLE_DEVICES`` says which), tensor-parallel or, with
+``--expert-parallel``, with whole experts on each rank:
+
+    python tests/gpu/serve.py --ranks 2 --model gpt-oss-120b --steps --routing uniform --routing skewed --json FILE
+
+Weights that vLLM makes up route as no model does: a router's bias that is larger than all its products sends every
+token to the same experts. ``--routing`` writes other routers, on all ranks the same, before anything is timed:
+``uniform``, where each layer's choice depends on the token alone, and ``skewed``, where the busiest of 128 experts gets
+three times the mean. With several, each is timed on the same engine.
+
 ``--busy`` starts each mode once more, with the engine in the measuring process, and finds how long the GPU works in a
 decode step, and on what, from the intervals of its kernels. What a step takes beyond that is vLLM's host side.
 
@@ -25,6 +35,8 @@ On a CPU a tiny model goes the same way: add ``--tiny``. ``--write FOLDER`` only
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import json
 import os
 import re
@@ -33,7 +45,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +57,21 @@ from tests.lib import checkpoints  # noqa: E402
 CONFIGS = ROOT / "tests" / "golden" / "configs"
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
+MXFP8 = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head", "model.layers.*.mlp.gate"]}
 MODELS: dict[str, tuple[Path, dict[str, Any]]] = {
     "qwen3-mxfp8": (ROOT / "examples" / "qwen3-30b-a3b-mxfp8.json", {}),
     "qwen3-gptq": (CONFIGS / "qwen3-30b-a3b.json", {"quantization_config": GPTQ, "torch_dtype": "bfloat16"}),
     "gpt-oss": (CONFIGS / "gpt-oss-20b.json", {"torch_dtype": "bfloat16"}),
+    "gpt-oss-120b": (CONFIGS / "gpt-oss-20b.json", {"torch_dtype": "bfloat16", "num_local_experts": 128}),
+    "qwen3-235b-mxfp8": (CONFIGS / "qwen3-235b-a22b.json", {"quantization_config": MXFP8, "torch_dtype": "bfloat16"}),
+    "qwen3-235b-gptq": (CONFIGS / "qwen3-235b-a22b.json", {"quantization_config": GPTQ, "torch_dtype": "bfloat16"}),
+    "kimi-k2": (CONFIGS / "kimi-k2-thinking.json", {"torch_dtype": "bfloat16"}),
 }
 """Config and what is changed in it, by the name of `--model`."""
+MOST_LAYERS = {"kimi-k2": 8}
+"""Of models whose layers take 10 GB each."""
+ALONE = ("qwen3-mxfp8", "qwen3-gptq", "gpt-oss")
+"""Models that are served by default."""
 
 TINY: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 16384, "intermediate_size": 128,
@@ -62,29 +83,62 @@ _TINY_SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 
 
 PREFILL = (32, 1024)
 BATCHES = (1, 8, 64)
+"""`--batch`'s default."""
 PROMPT, SHORT, LONG = 32, 16, 144
 """Tokens of a latency benchmark's prompts, and what two of them generate."""
 MIXED = (128, 128)
 """Tokens of a throughput benchmark's prompts, and what it generates."""
 WARMUPS, ITERATIONS = 2, 9
 """Of a latency benchmark; the second is `--iterations`'s default."""
+ROUTINGS = ("given", "uniform", "skewed")
+"""Of `--routing`; the first leaves the routers as they are."""
 BUSY_SHORT, BUSY_LONG = 8, 40
 """Tokens that are generated under the profiler, which keeps every kernel."""
+SKEW = 0.25
+"""Deviation of the logarithm of an expert's logits' size, where routing is skewed. Of 128 experts and top-8, the
+busiest gets 3.2 times the mean, of 384 experts 6.6 times; within 0.25 of it the experts' order is that of a real
+model's, a few of them idle."""
 NAMED = 14
 """Kernels, those that take the longest, whose times are kept."""
-INSIDE = ("start_seconds", "decode_ms", "noise_ms", "busy_ms", "kernels_ms", "wall_seconds", "error", "end")
+INSIDE = ("start_seconds", "decode_ms", "noise_ms", "busy_ms", "kernels_ms", "routing", "wall_seconds", "error", "end")
 """What is kept of a start with the engine in the measuring process."""
 LAST_WORDS, ERRORS = 1500, 12
 """Characters of the end of a log, and lines with an error's name, that are kept of a mode that failed."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How a model is served and timed.
+
+    Attributes:
+        tiny: on a CPU.
+        ranks: GPUs.
+        expert_parallel: whether a rank has whole experts.
+        batches: prompts of the latency benchmarks.
+        iterations: of each.
+        steps: decode steps and prefill alone, without the mixed throughput.
+        routings: of `ROUTINGS`, one after the other.
+        busy: the time in which the GPU works, too.
+    """
+
+    tiny: bool = False
+    ranks: int = 1
+    expert_parallel: bool = False
+    batches: tuple[int, ...] = BATCHES
+    iterations: int = 2
+    steps: bool = False
+    routings: tuple[str, ...] = ROUTINGS[:1]
+    busy: bool = False
+
+
 def config_of(model: str, layers: int, tiny: bool) -> dict[str, Any]:
     """The model's config.json with so many layers."""
     path, changes = MODELS[model]
+    layers = min(layers, MOST_LAYERS.get(model, layers))
     config: dict[str, Any] = json.loads(path.read_text()) | changes | {"num_hidden_layers": layers}
     if tiny:
         config |= TINY | {key: value for key, value in _TINY_SIZES.items() if key in config}
-    if model == "gpt-oss":  # every other layer attends to a window
+    if model.startswith("gpt-oss"):  # every other layer attends to a window
         config["layer_types"] = ["sliding_attention" if index % 2 == 0 else "full_attention" for index in range(layers)]
         config |= {"sliding_window": 128, "max_position_embeddings": 131072, "rope_theta": 150000}
     return config
@@ -96,15 +150,18 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
     checkpoints.write_word_tokenizer(folder, config["vocab_size"])
 
 
-def engine_options(folder: str, mode: str, tiny: bool) -> list[str]:
+def engine_options(folder: str, mode: str, run: Run) -> list[str]:
     """The engine, as vLLM's benchmarks are told about it on their command lines."""
     # The batch sizes that are timed, and no others: every size is compiled and captured while the engine starts.
-    graphs = [] if tiny else ["--compilation-config", json.dumps({"cudagraph_capture_sizes": list(BATCHES)})]
+    graphs = json.dumps({"cudagraph_capture_sizes": list(run.batches)})
     oracle = {} if mode in ("stock", "auto") else {"backend": mode}
     return [
         "--model", folder, "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "2048",
-        "--max-num-seqs", str(max(BATCHES)), "--max-num-batched-tokens", "8192", "--no-enable-prefix-caching", *graphs,
-        *(["--kv-cache-memory-bytes", str(256 << 20)] if tiny else ["--gpu-memory-utilization", "0.6"]),
+        "--max-num-seqs", str(max(run.batches)), "--max-num-batched-tokens", "8192", "--no-enable-prefix-caching",
+        *([] if run.tiny else ["--compilation-config", graphs]),
+        *(["--kv-cache-memory-bytes", str(256 << 20)] if run.tiny else ["--gpu-memory-utilization", "0.6"]),
+        *(["--tensor-parallel-size", str(run.ranks)] if run.ranks > 1 else []),
+        *(["--enable-expert-parallel"] if run.expert_parallel else []),
         *(["--additional-config", json.dumps({"moe_oracle": oracle})] if oracle else []),
     ]  # fmt: skip
 
@@ -166,42 +223,94 @@ def throughput(options: list[str], prompts: int, prompt: int, tokens: int) -> in
     return round(found["tokens_per_second"])
 
 
-def measure(folder: str, mode: str, tiny: bool, iterations: int, busy: bool = False) -> Iterator[dict[str, Any]]:
+def write_routers(model: Any, routing: str) -> int:
+    """Gives the model routers that choose by the token: the tokens of a batch go to different experts.
+
+    Called in every rank's process; all write the same numbers.
+
+    Args:
+        model: the module that a rank serves.
+        routing: ``uniform`` or ``skewed``, see the module.
+
+    Returns:
+        How many routers it has.
+
+    Raises:
+        ValueError: its routers are not there as they are in a file.
+    """
+    import torch
+
+    written = 0
+    for name, parameter in model.named_parameters():
+        part = name.rsplit(".", 2)[-2]
+        if "norm" in part and name.endswith(".weight"):
+            parameter.data.fill_(1.0)  # normalized inputs, and logits of about one
+        elif part in ("gate", "router"):
+            if not name.endswith(".weight"):
+                parameter.data.zero_()  # biases
+                continue
+            if parameter.dim() != 2:
+                raise ValueError(f"{name} was packed: vLLM's linear layers on a CPU keep no weights to write")
+            experts, hidden = parameter.shape
+            numbers = torch.Generator().manual_seed(written)
+            rows = torch.nn.functional.normalize(torch.randn(experts, hidden, generator=numbers))
+            if routing == "skewed":
+                rows *= (SKEW * torch.randn(experts, 1, generator=numbers)).exp()
+            parameter.data.copy_(rows)
+            written += 1
+    return written
+
+
+def measure(folder: str, mode: str, run: Run) -> Iterator[dict[str, Any]]:
     """Loads the model and times it; in a process of its own. Each time all that is known.
 
     Args:
         folder: the model's.
         mode: see the module.
-        tiny: on a CPU.
-        iterations: of a latency benchmark.
-        busy: the time in which the GPU works, too.
+        run: how.
+
+    Raises:
+        ValueError: a rank has no router.
     """
-    options = engine_options(folder, mode, tiny)
+    options = engine_options(folder, mode, run)
     begin = time.perf_counter()
     llm = one_engine(options)
     found: dict[str, Any] = {"start_seconds": round(time.perf_counter() - begin, 1)}
     yield found
-    if not busy:
+    for routing in run.routings:
+        timed = found
+        if routing != ROUTINGS[0]:
+            routers = llm.apply_model(functools.partial(write_routers, routing=routing))
+            if not all(routers):
+                raise ValueError(f"no router was found: {routers}")
+            timed = found.setdefault("routing", {}).setdefault(routing, {"routers": routers})
+        for _ in time_model(llm, options, run, timed):
+            yield found
+
+
+def time_model(llm: Any, options: list[str], run: Run, found: dict[str, Any]) -> Iterator[None]:
+    """Times the engine as it is, and puts each number into `found`."""
+    if not run.busy:
         found["prefill_tokens_per_second"] = throughput(options, *PREFILL, 1)
-        yield found
-    for batch in BATCHES:
-        short, long = (latencies(options, batch, tokens, iterations) for tokens in (SHORT, LONG))
+        yield
+    for batch in run.batches:
+        short, long = (latencies(options, batch, tokens, run.iterations) for tokens in (SHORT, LONG))
         step = (long[1] - short[1]) / (LONG - SHORT) * 1e3
         # Half of what lies between the quartiles: a median's own spread is less.
         noise = sum((each[2] - each[0]) / 2 for each in (short, long)) / (LONG - SHORT) * 1e3
         found.setdefault("latency_s", {})[str(batch)] = {str(SHORT): short, str(LONG): long}
         found.setdefault("decode_ms", {})[str(batch)] = round(step, 4)
         found.setdefault("noise_ms", {})[str(batch)] = round(noise, 4)
-        if busy:
+        if run.busy:
             (some, first), (more, names) = (kernels_ms(llm, batch, tokens) for tokens in (BUSY_SHORT, BUSY_LONG))
             steps = BUSY_LONG - BUSY_SHORT
             each = {name: round((ms - first.get(name, 0.0)) / steps, 4) for name, ms in names.items()}
             longest = sorted(each.items(), key=lambda pair: -pair[1])[:NAMED]
             found.setdefault("busy_ms", {})[str(batch)] = round((more - some) / steps, 4)
             found.setdefault("kernels_ms", {})[str(batch)] = dict(longest)
-        else:
+        elif not run.steps:
             found.setdefault("tokens_per_second", {})[str(batch)] = throughput(options, batch, *MIXED)
-        yield found
+        yield
 
 
 def kernels_ms(llm: Any, batch: int, tokens: int) -> tuple[float, dict[str, float]]:
@@ -227,18 +336,14 @@ def kernels_ms(llm: Any, batch: int, tokens: int) -> tuple[float, dict[str, floa
     return total / 1e3, names
 
 
-def run_mode(
-    folder: Path, mode: str, tiny: bool, seconds: float, iterations: int = 2, busy: bool = False
-) -> dict[str, Any]:
+def run_mode(folder: Path, mode: str, run: Run, seconds: float) -> dict[str, Any]:
     """One mode in a process of its own; what it found, or the end of what it said.
 
     Args:
         folder: the model's.
         mode: see the module.
-        tiny: on a CPU.
+        run: how.
         seconds: after which it is ended, with every process that it started.
-        iterations: of a latency benchmark.
-        busy: see `measure`.
     """
     report = folder / f"{mode}.jsonl"
     environment = (
@@ -246,12 +351,13 @@ def run_mode(
         | {
             "VLLM_PLUGINS": "" if mode == "stock" else "moe_oracle",
             "VLLM_CACHE_ROOT": str(folder / "cache"),
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `write_routers` is sent to the ranks
             "MOE_ORACLE_REPORT": str(report),
         }
-        | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if busy else {})
+        | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if run.busy else {})
     )
-    command = [sys.executable, __file__, "--inner", str(folder), "--mode", mode, *(["--tiny"] if tiny else [])]
-    command += ["--iterations", str(iterations), *["--busy"] * busy]
+    command = [sys.executable, __file__, "--inner", str(folder), "--mode", mode]
+    command += ["--run", json.dumps(dataclasses.asdict(run))]
     log = folder / f"{mode}.log"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -303,6 +409,8 @@ def conditions(chosen: argparse.Namespace) -> dict[str, Any]:
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "layers": chosen.layers,
+        "ranks": chosen.ranks,
+        "expert_parallel": chosen.expert_parallel,
         "decode": (
             f"vllm bench latency, prompts of {PROMPT} tokens, medians of {chosen.iterations}: the difference between "
             f"{LONG} and {SHORT} generated tokens, in ms a step"
@@ -322,47 +430,65 @@ def write(found: dict[str, Any], path: Path | None) -> None:
         path.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def line(model: str, row: dict[str, Any]) -> str:
+def line(model: str, row: dict[str, Any], batches: Sequence[int]) -> str:
     """One row of the table that is printed last."""
-    steps = "  ".join(f"{row.get('decode_ms', {}).get(str(batch), float('nan')):8.3f}" for batch in BATCHES)
+    timed = row.get("routing") or {ROUTINGS[0]: row}
+    lists: list[str] = []
+    prefill = []
+    for routing, found in timed.items():
+        own = [f"{found.get('decode_ms', {}).get(str(batch), float('nan')):8.3f}" for batch in batches]
+        lists.append(f"{routing:<8}" + " ".join(own))
+        prefill.append(f"{found.get('prefill_tokens_per_second', 0):>8}")
+    steps = "  ".join(lists)
     inside = row.get("inside", {})
     for words, key in (("inside", "decode_ms"), ("GPU", "busy_ms")):
         if key in inside:
-            steps += f"  {words} " + " ".join(f"{inside[key].get(str(batch), float('nan')):.3f}" for batch in BATCHES)
+            steps += f"  {words} " + " ".join(f"{inside[key].get(str(batch), float('nan')):.3f}" for batch in batches)
     backends = ", ".join(sorted({group["backend"] for group in row.get("groups", [])}))
     return (
         f"{model:<12} {row['mode']:<16} {row.get('start_seconds', float('nan')):7.1f} s  {steps} ms  "
-        f"{row.get('prefill_tokens_per_second', 0):>8} tok/s  {backends} {row.get('error', '')}"
+        f"{' '.join(prefill)} tok/s  {backends} {row.get('error', '')}"
     )
 
 
 def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", action="append", choices=list(MODELS), help="default: all")
+    parser.add_argument("--model", action="append", choices=list(MODELS), help=f"default: {', '.join(ALONE)}")
     parser.add_argument("--mode", action="append", help="stock, auto or a backend's name; default: stock and auto")
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=16, help="fewer, where a layer is too large for so many")
     parser.add_argument("--seconds", type=float, default=240.0, help="for each mode, after which it is ended")
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="of each latency benchmark")
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--batch", type=int, action="append", help=f"prompts of a step; default: {BATCHES}")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs")
+    parser.add_argument("--expert-parallel", action="store_true", help="whole experts on each rank")
+    parser.add_argument("--routing", action="append", choices=ROUTINGS, help=f"default: {ROUTINGS[0]}")
+    parser.add_argument("--steps", action="store_true", help="decode steps and prefill alone, no mixed throughput")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
     parser.add_argument("--busy", action="store_true", help="also the GPU's time in a step")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="only write the models into folders in this one")
     parser.add_argument("--inner", help=argparse.SUPPRESS)
+    parser.add_argument("--run", type=json.loads, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.inner:
-        for known in measure(chosen.inner, chosen.mode[0], chosen.tiny, chosen.iterations, chosen.busy):
+        for known in measure(chosen.inner, chosen.mode[0], Run(**chosen.run)):
             print("FOUND " + json.dumps(known), flush=True)
         return 0
+    models = chosen.model or ALONE
     if chosen.write:
-        for model in chosen.model or MODELS:
+        for model in models:
             folder = chosen.write / model
             folder.mkdir(parents=True)
             write_model(folder, config_of(model, chosen.layers, chosen.tiny))
         return 0
+    run = Run(
+        chosen.tiny, chosen.ranks, chosen.expert_parallel, tuple(chosen.batch or BATCHES), chosen.iterations,
+        chosen.steps, tuple(chosen.routing or ROUTINGS[:1]),
+    )  # fmt: skip
     found: dict[str, Any] = {"conditions": conditions(chosen), "models": {}}
     lines = []
-    for model in chosen.model or MODELS:
+    for model in models:
         rows = found["models"][model] = []
         with tempfile.TemporaryDirectory() as folder:
             config = config_of(model, chosen.layers, chosen.tiny)
@@ -370,7 +496,7 @@ def main() -> int:
             for inside in (False, True)[: 1 + chosen.busy]:
                 for mode in chosen.mode or ("stock", "auto"):
                     begin = time.perf_counter()
-                    row = run_mode(Path(folder), mode, chosen.tiny, chosen.seconds, chosen.iterations, inside)
+                    row = run_mode(Path(folder), mode, dataclasses.replace(run, busy=inside), chosen.seconds)
                     row["wall_seconds"] = round(time.perf_counter() - begin, 1)
                     if "error" in row:
                         print(row["end"], flush=True)
@@ -380,10 +506,11 @@ def main() -> int:
                         row = usual
                     else:
                         rows.append(row)
-                    lines.append(line(model, row))
+                    lines.append(line(model, row, run.batches))
                     print(lines[-1], flush=True)
                     write(found, chosen.json)
-    print("\n".join(["", f"{'model':<12} {'mode':<16}     start    decode step at {BATCHES}  prefill", *lines]))
+    title = f"{'model':<12} {'mode':<16}     start    decode step at {run.batches}  prefill"
+    print("\n".join(["", title, *lines]))
     everything = [each for rows in found["models"].values() for row in rows for each in (row, row.get("inside", {}))]
     return int(any("error" in each for each in everything))
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu import compare_tiles, kernel_cases, ranks, tune_kernels
+from tests.gpu import compare_tiles, kernel_cases, ranks, serve, tune_kernels
 from tests.lib import reference
 from tests.lib.served import PROMPT, tolerance
 
@@ -149,3 +149,45 @@ def test_the_kernels_reference_gives_h_by_slot_in_16_bits() -> None:
     h = x.new_full((ids.numel(), case.inner), torch.nan)
     kernel_cases.reference(case, layer, x, router, ids, addend=x.new_zeros(ids.numel(), 2 * case.inner), slot_h=h)
     assert torch.equal(h.isnan().all(1), ids.flatten() < 0) and h.isfinite().all(1).sum() == 9
+
+
+class Layer(torch.nn.Module):
+    """A decoder layer's norm and its router with a bias that outweighs every product, as made-up weights have."""
+
+    def __init__(self, experts: int, hidden: int) -> None:
+        super().__init__()
+        self.input_norm = torch.nn.LayerNorm(hidden, bias=False)
+        self.router = torch.nn.Linear(hidden, experts)
+        for parameter in self.parameters():
+            torch.nn.init.uniform_(parameter, -1e-3, 1e-3)
+
+
+def busiest(layer: Layer, tokens: torch.Tensor) -> float:
+    """The share of the expert with the most tokens, of the mean share."""
+    chosen = layer.router(layer.input_norm(tokens)).topk(8, dim=-1).indices
+    counts = torch.bincount(chosen.flatten(), minlength=layer.router.out_features)
+    return float(counts.max() / counts.double().mean())
+
+
+def test_written_routers_spread_tokens_over_the_experts() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Layer(128, 256), Layer(128, 256))
+    tokens = torch.randn(4096, 256)
+    with torch.no_grad():
+        assert busiest(model[0], tokens) == 16  # all tokens go to the same 8 of 128
+        assert serve.write_routers(model, "uniform") == 2
+        # 256 tokens an expert: five deviations of a count are 0.31 of the mean.
+        assert all(busiest(layer, tokens) < 1.31 for layer in model)
+        assert not torch.equal(model[0].router.weight, model[1].router.weight)
+        first = model[0].router.weight.clone()
+        serve.write_routers(model, "skewed")
+        assert all(2 < busiest(layer, tokens) < 8 for layer in model)
+        serve.write_routers(model, "uniform")
+        assert torch.equal(model[0].router.weight, first)  # every rank writes the same
+
+
+def test_routers_that_were_packed_are_named() -> None:
+    model = Layer(8, 16)
+    model.router.weight = torch.nn.Parameter(torch.empty(0))
+    with pytest.raises(ValueError, match=r"router\.weight was packed"):
+        serve.write_routers(torch.nn.Sequential(model), "uniform")
