@@ -87,6 +87,17 @@ LAYERS = (
     _layer("mxfp8:mixtral-8x7b@ep4", MXFP8, 8, 2, 4096, 14336, ep=4),
     _layer("mxfp4:mixtral-8x7b@ep8", MXFP4, 8, 2, 4096, 14336, ep=8),
     _layer("awq:mixtral-8x7b@ep4", AWQ, 8, 2, 4096, 14336, ep=4),
+    _layer("mxfp8:qwen3-235b-a22b@ep2", MXFP8, 128, 8, 4096, 1536, ep=2),
+    _layer("int4_g128:qwen3-235b-a22b@ep2", INT4, 128, 8, 4096, 1536, ep=2),
+    _layer("int4_g32:kimi-k2@ep2", _integers(4, 32), 384, 8, 7168, 2048, ep=2),
+    _layer("mxfp4:gpt-oss-120b@ep2", GPT_OSS, 128, 4, 2880, 2880, ep=2, activation=_GPT_OSS, has_bias=True),
+    _layer("mxfp8:qwen3-235b-a22b@tp2", MXFP8, 128, 8, 4096, 768, tp=2),
+    _layer("int4_g128:qwen3-235b-a22b@tp2", INT4, 128, 8, 4096, 768, tp=2),
+    _layer("int4_g32:kimi-k2@tp2", _integers(4, 32), 384, 8, 7168, 1024, tp=2),
+    _layer("mxfp8:qwen3-30b-a3b@ep2", MXFP8, 128, 8, 2048, 768, ep=2),
+    _layer("int4_g128:qwen3-30b-a3b@ep2", INT4, 128, 8, 2048, 768, ep=2),
+    _layer("mxfp8:glm-4.5-air@ep4", MXFP8, 128, 8, 4096, 1408, ep=4),
+    _layer("int4_g128:deepseek-v3@ep8", INT4, 256, 8, 7168, 2048, ep=8),
 )
 
 
