@@ -4,8 +4,9 @@ The files are those of ``vllm-moe-oracle bench --jsonl FILE`` or of `tests.gpu.u
 they were taken. A new time replaces the profile's of the same layer, backend, routing and number of tokens; everything
 else stays. Failures are not taken over: what cannot run on a machine without its memory runs on another.
 
-The benchmarks must have run on the profile's GPU, packages and kernels. Afterwards run ``kernel_choices --write``,
-which says on which configurations the times rest. A time of another tile than the kernels' choice brings that tile into
+Times of layers that no profile of the GPU has go to the first of its profiles. The benchmarks must have run on the
+profile's GPU, packages and kernels. Afterwards run ``kernel_choices --write``, which says on which configurations the
+times rest. A time of another tile than the kernels' choice brings that tile into
 the profile: this GPU runs it there, and other GPUs' profiles and the kernels' tables stay as they are.
 """
 
@@ -51,28 +52,42 @@ def merged(shipped: profile.Profile, environment: Environment, new: dict[KernelS
     return msgspec.structs.replace(made, entries=tuple(entries))
 
 
+def of_gpu(gpu: str) -> dict[Path, profile.Profile]:
+    """The shipped profiles of a GPU by file, the one that takes new layers first."""
+    paths = sorted(profile.SHIPPED_FOLDER.glob("nvidia_*.json"))
+    return {path: found for path in paths if (found := profile.read(path)).environment.gpu == gpu}
+
+
+def by_profile(
+    shipped: dict[Path, profile.Profile], new: dict[KernelShape, list[Sample]]
+) -> dict[Path, dict[KernelShape, list[Sample]]]:
+    """New times by the profile that has their layer already; those of other layers go to the first."""
+    found: dict[Path, dict[KernelShape, list[Sample]]] = {}
+    for shape, samples in new.items():
+        path = next((path for path, each in shipped.items() if each.samples(shape)), next(iter(shipped)))
+        found.setdefault(path, {})[shape] = samples
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
     for file in parser.parse_args(arguments).files:
         environment, _, new = read_samples(file)
-        of_gpu = [
-            path
-            for path in sorted(profile.SHIPPED_FOLDER.glob("nvidia_*.json"))
-            if profile.read(path).environment.gpu == environment.gpu
-        ]
-        if len(of_gpu) != 1:
+        shipped = of_gpu(environment.gpu)
+        if not shipped:
             print(f"{file}: no profile of {environment.gpu} is shipped", file=sys.stderr)
             return 1
-        try:
-            made = merged(profile.read(of_gpu[0]), environment, new)
-        except ValueError as error:
-            print(f"{file}: {error}", file=sys.stderr)
-            return 1
-        profile.write(made, of_gpu[0])
-        taken = sum(not each.failure for found in new.values() for each in found)
-        print(f"{of_gpu[0].name}: {taken} times of {len(new)} layers")
+        for path, own in by_profile(shipped, new).items():
+            try:
+                made = merged(shipped[path], environment, own)
+            except ValueError as error:
+                print(f"{file}: {error}", file=sys.stderr)
+                return 1
+            profile.write(made, path)
+            taken = sum(not each.failure for found in own.values() for each in found)
+            print(f"{path.name}: {taken} times of {len(own)} layers")
     return 0
 
 

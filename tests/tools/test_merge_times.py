@@ -40,6 +40,24 @@ def test_new_times_replace_old_ones_and_everything_else_stays() -> None:
     assert [each.kernel_shape for each in made.entries] == [each.kernel_shape for each in SHIPPED.entries]
 
 
+def test_times_go_to_the_profile_that_has_their_layer() -> None:
+    """A GPU may have several profiles: a layer in two of them would have old times beside new ones."""
+    shipped = {
+        path: found
+        for gpu in {each.environment.gpu for each in profile.shipped()}
+        for path, found in merge_times.of_gpu(gpu).items()
+    }
+    assert {each.environment.gpu for each in shipped.values()} == {each.environment.gpu for each in profile.shipped()}
+    paths = list(merge_times.of_gpu("NVIDIA H200"))
+    assert [path.name for path in paths] == ["nvidia_h200.json", "nvidia_h200_bench.json"]
+    of_each = [{each.kernel_shape for each in shipped[path].entries} for path in paths]
+    assert not of_each[0] & of_each[1]
+    unknown = msgspec.structs.replace(ENTRY.kernel_shape, hidden_size=64)
+    shapes = [next(iter(of_each[1])), unknown, next(iter(of_each[0]))]
+    found = merge_times.by_profile(merge_times.of_gpu("NVIDIA H200"), {shape: [] for shape in shapes})
+    assert found == {paths[1]: {shapes[0]: []}, paths[0]: {unknown: [], shapes[2]: []}}
+
+
 def test_times_of_other_kernels_are_refused() -> None:
     other = msgspec.structs.replace(SHIPPED.environment, kernels="0" * 16)
     with pytest.raises(ValueError, match="0000000000000000"):
