@@ -36,7 +36,6 @@ from tests.lib.stock_rules import (
     humming_conversion,
     node_of,
     number,
-    offered,
     refused,
     shuffled_rows,
     skip_unless_taken,
@@ -133,8 +132,7 @@ ON_INPUT = [name for name in CLASSES if default_registry()[name].capabilities.ap
 def test_router_weights_of_one_leave_them_to_the_prepare_step(name: str, release: str) -> None:
     """vLLM's prepare step multiplies the input, so a class gets weights of one: it must take the weights as an argument
     by name, as vLLM's kernel gives them, and multiply by these only."""
-    if not offered(release, name):
-        pytest.skip("the release does not offer it")
+    skip_unless_taken(release, name)
     file, class_name, _ = CLASSES[name]
     path, owners = f"{FUSED_MOE}/experts/{file}.py", [class_name, *bases(release, name)]
     defined = {each.name: each for each in tree_of(release, path).body if isinstance(each, ast.ClassDef)}
