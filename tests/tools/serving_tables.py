@@ -6,6 +6,9 @@ file's model takes the place of an earlier one's. The table in vllm_moe_oracle/k
 and from the kernels' numbers (tests.tools.kernel_tables); ``--write`` brings it up to date, and without it the exit
 status is 1 where it is stale.
 
+With ``--ranks`` the files are those of ``serve.py --ranks 2``; they renew serve-ranks-vllm-VERSION.json and its table.
+What its steps should save is the difference of the layers' shipped times, of stock's kernel and of the chosen backend.
+
 A step is predicted to be shorter by the layers' number times the difference of the kernels' times at that number of
 tokens: of stock's default and of the backend that was chosen, under uniform routing and over a cold cache, which is not
 quite what a model has.
@@ -19,13 +22,29 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.gpu import unlisted_layers
 from tests.lib import golden_files
+from vllm_moe_oracle.measurements import model_shapes, profile
+from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
+from vllm_moe_oracle.oracle.measured_choice import LatencyCurve
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = golden_files.newest("serve")
 KERNELS = golden_files.newest("kernels")
 README = ROOT / "vllm_moe_oracle" / "kernels" / "RESULTS.md"
 MARK = "serving"
+RANKS = golden_files.newest("serve-ranks")
+RANKS_MARK = "serving over ranks"
+RESOLVED = 10
+"""A step over ranks is shown if it is more than so many times its noise: medians are of two."""
+RANKS_CELLS = {
+    "gpt-oss-120b": ("mxfp4:gpt-oss-120b", "triton_mxfp4_monolithic"),
+    "kimi-k2": ("int4_g32:kimi-k2", "humming_wna16"),
+    "qwen3-235b-mxfp8": ("mxfp8:qwen3-235b-a22b", "humming_mxfp8"),
+    "qwen3-235b-gptq": ("int4_g128:qwen3-235b-a22b", "humming_wna16"),
+}
+"""The layers of each model that is served over ranks, and stock's kernel; Humming's own with expert parallelism is
+``_grouped``."""
 
 CELLS = {
     "qwen3-mxfp8": "mxfp8:qwen3-30b-a3b",
@@ -95,9 +114,9 @@ def predicted_ms(kernels: dict[str, Any], model: str, batch: str, layers: int, b
     return float((times["auto"] - times["ours" if backend.startswith("hopper") else backend]) * layers / 1e3)
 
 
-def resolved(mode: dict[str, Any], batch: str) -> bool:
+def resolved(mode: dict[str, Any], batch: str, times: float = 4) -> bool:
     """Whether a step's time is more than a few times what its two medians leave open."""
-    return bool(mode["decode_ms"][batch] > 4 * mode["noise_ms"][batch])
+    return bool(mode["decode_ms"][batch] > times * mode["noise_ms"][batch])
 
 
 def step_words(stock: dict[str, Any], ours: dict[str, Any], batch: str) -> str:
@@ -169,13 +188,85 @@ def _busy(found: dict[str, Any], kernels: dict[str, Any]) -> list[str]:
     return lines
 
 
-def with_table(readme: str, text: str) -> str:
+def golden_ranks(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The committed form of runs over ranks, without models of which a mode has no numbers."""
+    shared = ("device", "vllm", "torch", "ranks", "decode", "prefill")
+    rows = []
+    for run in runs:
+        command = " ".join(word for word in run["conditions"]["command"].split() if "/" not in word[:5])
+        for model, modes in run["models"].items():
+            kept = [
+                {name: mode[name] for name in (*KEPT, "routing") if name in mode}
+                | {"layers": sum(group["layers"] for group in mode.get("groups", []))}
+                | {"backends": sorted({group["backend"] for group in mode.get("groups", [])})}
+                for mode in modes
+                if "routing" in mode
+            ]
+            if len(kept) == len(modes):
+                parallel = "ep" if run["conditions"]["expert_parallel"] else "tp"
+                rows.append({"model": model, "parallel": parallel, "command": command, "modes": kept})
+    return {"conditions": {name: runs[0]["conditions"][name] for name in shared}, "rows": rows}
+
+
+def saved_by_layers(row: dict[str, Any], batch: int, ranks: int) -> float:
+    """Milliseconds by which a step should be shorter, by the shipped times of the layers on the H200.
+
+    Args:
+        row: of `golden_ranks`.
+        batch: tokens of a step.
+        ranks: of the model.
+    """
+    cell, stock = RANKS_CELLS[row["model"]]
+    name = f"{cell}@{row['parallel']}{ranks}"
+    known = {each.layer: each for each in (*unlisted_layers.LAYERS, *model_shapes.served_problems())}
+    shape = kernel_shape_of(known[name])
+    times: dict[str, dict[int, float]] = {}
+    for path in ("nvidia_h200.json", "nvidia_h200_bench.json"):
+        for each in profile.read(profile.SHIPPED_FOLDER / path).samples(shape):
+            if each.routing == "uniform" and not each.failure:
+                times.setdefault(each.backend, {})[each.tokens] = each.us
+    if row["parallel"] == "ep" and stock.startswith("humming"):
+        stock += "_grouped"
+    ours = row["modes"][1]
+    (backend,) = ours["backends"]
+    before, after = (LatencyCurve({"uniform": times[each]}).time_at("uniform", batch) for each in (stock, backend))
+    return (before - after) * ours["layers"] / 1e3
+
+
+def ranks_table(found: dict[str, Any]) -> str:
+    """Decode steps and prefill over ranks, stock beside the plugin, by routing."""
+    lines = [
+        "| model | ranks | routing | batch | stock, ms a step | with the plugin | shorter by | noise | by layers |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    fills = ["| model | ranks | routing | prompts, tokens/s, stock | with the plugin |", "|---|---|---|---|---|"]
+    ranks = found["conditions"]["ranks"]
+    for row in found["rows"]:
+        where = f"{row['model']} | {row['parallel'].upper()} {ranks}"
+        for routing in row["modes"][0]["routing"]:
+            stock, ours = (mode["routing"].get(routing, {}) for mode in row["modes"])
+            for batch in ours["decode_ms"]:
+                both = [mode if batch in mode.get("decode_ms", {}) else None for mode in (stock, ours)]
+                cells = [
+                    f"{mode['decode_ms'][batch]:.2f}" if mode and resolved(mode, batch, RESOLVED) else "-"
+                    for mode in both
+                ]
+                noise = sum(mode["noise_ms"][batch] for mode in both if mode)
+                saved = f"{stock['decode_ms'][batch] - ours['decode_ms'][batch]:+.2f}" if "-" not in cells else "-"
+                aim = f"{saved_by_layers(row, int(batch), ranks):+.2f}" if routing == "uniform" else ""
+                lines.append(f"| {where} | {routing} | {batch} | {' | '.join(cells)} | {saved} | {noise:.2f} | {aim} |")
+            both = [str(mode.get("prefill_tokens_per_second", "-")) for mode in (stock, ours)]
+            fills.append(f"| {where} | {routing} | {' | '.join(both)} |")
+    return "\n".join([*lines, "", *fills])
+
+
+def with_table(readme: str, text: str, mark: str = MARK) -> str:
     """The README with the table between its marks.
 
     Raises:
         ValueError: it has no marks.
     """
-    begin, end = f"<!-- {MARK} -->\n", f"<!-- /{MARK} -->"
+    begin, end = f"<!-- {mark} -->\n", f"<!-- /{mark} -->"
     if readme.count(begin) != 1 or readme.count(end) != 1:
         raise ValueError(f"there is no one {begin.strip()} ... {end}")
     head, _, rest = readme.partition(begin)
@@ -187,11 +278,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", type=Path)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--ranks", action="store_true", help="the runs were over ranks")
     args = parser.parse_args()
-    if args.runs:
+    if args.runs and args.ranks:
+        RANKS.write_text(
+            json.dumps(golden_ranks([json.loads(path.read_text()) for path in args.runs]), indent=1) + "\n"
+        )
+    elif args.runs:
         made = golden([json.loads(path.read_text()) for path in args.runs])
         GOLDEN.write_text(json.dumps(made, indent=1) + "\n")
     text = with_table(README.read_text(), table(json.loads(GOLDEN.read_text()), json.loads(KERNELS.read_text())))
+    text = with_table(text, ranks_table(json.loads(RANKS.read_text())), RANKS_MARK)
     if args.write:
         README.write_text(text)
     elif README.read_text() != text:

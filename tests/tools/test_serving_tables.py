@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.lib import golden_files
 from tests.tools import serving_tables
 
 
@@ -99,3 +100,32 @@ def test_the_readme_is_up_to_date() -> None:
     for each in found["models"].values():
         assert [mode["mode"] for mode in each["modes"]] == ["stock", "auto"]
         assert each["modes"][1]["served"] == "16 of 16"
+
+
+def test_steps_over_ranks_are_held_against_the_layers_times() -> None:
+    found = json.loads(serving_tables.RANKS.read_text())
+    assert serving_tables.ranks_table(found) in serving_tables.README.read_text()
+    row = next(each for each in found["rows"] if each["model"] == "kimi-k2" and each["parallel"] == "ep")
+    # 7 layers; microseconds at 256 tokens, of the committed benchmark.
+    (record,) = (
+        each
+        for line in (golden_files.FOLDER / "choice-12-vllm-0.33.0.jsonl").read_text().splitlines()[1:]
+        if (each := json.loads(line))["layer"]["name"] == "int4_g32:kimi-k2@ep2" and each["tokens"] == 256
+    )
+    us = record["us"]
+    saved = 7 * (us["humming_wna16_grouped"] - us["hopper_wna16"]) / 1e3
+    assert serving_tables.saved_by_layers(row, 256, 2) == pytest.approx(saved, rel=1e-3)
+
+
+def test_a_model_over_ranks_without_one_modes_numbers_is_left_out() -> None:
+    conditions = dict.fromkeys(("device", "vllm", "torch", "decode", "prefill"), "") | {"ranks": 2}
+    timed = {"decode_ms": {"8": 2.0}, "noise_ms": {"8": 0.3}, "prefill_tokens_per_second": 5}
+    modes = [{"mode": name, "routing": {"skewed": timed}} for name in ("stock", "auto")]
+    models = {"kimi-k2": modes, "gpt-oss-120b": [modes[0], {"mode": "auto", "error": "ended"}]}
+    command = "python tests/gpu/serve.py --json /tmp/x.json"
+    made = serving_tables.golden_ranks(
+        [{"conditions": conditions | {"expert_parallel": True, "command": command}, "models": models}]
+    )
+    assert [each["model"] for each in made["rows"]] == ["kimi-k2"] and "/tmp" not in json.dumps(made)
+    text = serving_tables.ranks_table(made)
+    assert "| kimi-k2 | EP 2 | skewed | 8 | - | - | - | 0.60 |  |" in text and "| EP 2 | skewed | 5 | 5 |" in text
