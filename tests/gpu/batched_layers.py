@@ -240,12 +240,12 @@ class Experts:
         ids = torch.zeros(count, problem.top_k, dtype=torch.int32, device=device)
         return [self._run(*kernel, x, weights, ids) for kernel in self.kernels]
 
-    def _run(self, kernel: Any, layer: Any, *routed: Tensor) -> timing.Run:
+    def _run(self, kernel: Any, layer: Any, x: Tensor, weights: Tensor, ids: Tensor) -> timing.Run:
         from vllm_moe_oracle.compat import standalone_layer
 
         def run() -> Tensor:
-            with standalone_layer.forward_step(self._context.config, routed[0].shape[0]):
-                self.adapter.apply(kernel, layer, *routed, {})
+            with standalone_layer.forward_step(self._context.config, x.shape[0]):
+                self.adapter.apply(kernel, layer, x, weights, ids, {})
             return self.buffer.output
 
         return run
@@ -462,11 +462,11 @@ class Layer:
                 precision = backend.activations(self.problem)
                 if precision not in expected:
                     expected[precision] = self.reference(expert, row, precision)
-                error = tolerances.token_error(found[expert, row, : self.problem.hidden_size], expected[precision])
-                errors[name] = float(f"{error:.3g}")
+                distance = tolerances.token_error(found[expert, row, : self.problem.hidden_size], expected[precision])
+                errors[name] = float(f"{distance:.3g}")
                 allowed = tolerances.error_tolerance(backend, self.problem)
-                if not error <= allowed:
-                    wrong[name] = f"relative error {error:.2e}, allowed {allowed:.2e}"
+                if not distance <= allowed:
+                    wrong[name] = f"relative error {distance:.2e}, allowed {allowed:.2e}"
             timed = {name: [run for run, _ in each] for name, each in graphs.items() if name not in wrong}
             times = timing.time_interleaved(clock, timed, replays, seconds)
             yield {
