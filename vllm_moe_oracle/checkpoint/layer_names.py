@@ -12,6 +12,7 @@ from ..quantization.types import GATED_PROJECTIONS, NUMBERED_PROJECTION_MODELS, 
 from ..releases.expert_names import projection_names
 from .files import CheckpointFiles
 from .model_fields import (
+    MAX_EXPERTS,
     MAX_LAYERS,
     NUM_EXPERTS_FIELDS,
     NUM_LAYERS_FIELDS,
@@ -245,8 +246,35 @@ def _layer_names(config: CheckpointFiles, index: int, vllm: str | None, experts:
     modules += [f"{root}.layers.{index}.{other}.{experts}" for other in _CHECKPOINT_BLOCKS if other != block]
     projections = UNGATED_PROJECTIONS if kind in UNGATED_MODELS else GATED_PROJECTIONS
     return LayerNames(
-        tuple(modules), projections, projections[kind in NUMBERED_PROJECTION_MODELS], projection_names(kind, vllm)
+        tuple(modules),
+        projections,
+        projections[kind in NUMBERED_PROJECTION_MODELS],
+        projection_names(kind, vllm),
+        _file_modules(config, index, modules, block, experts),
     )
+
+
+_FILE_ROOTS = ("thinker.model.layers", "language.model.layers", "layers")
+"""What precedes a layer's number in the files of Qwen's omni models, of DeepSeek-VL2, and of DeepSeek-V4 and Mistral.
+vLLM's loaders replace it."""
+
+
+def _file_modules(
+    config: CheckpointFiles, index: int, modules: Sequence[str], block: str, kind: str
+) -> tuple[tuple[str, int], ...]:
+    """Names that vLLM's loaders translate, and the number of the first expert under them.
+
+    The files of ERNIE-4.5-VL number a layer's experts without a break: those for text, then those for images.
+    """
+    if kind == "experts":
+        inside = [f"{block}.experts", "experts"] if block else ["experts"]
+        return tuple((f"{root}.{index}.{each}", 0) for root in _FILE_ROOTS for each in inside)
+    first = 0
+    for other, part in kinds_of_experts(config):
+        if other == kind:
+            break
+        first += read_integer(part.model_config, NUM_EXPERTS_FIELDS, str(config.path), MAX_EXPERTS)
+    return tuple((f"{each.removesuffix(kind)}experts", first) for each in modules)
 
 
 def compact_layer_names(names: Iterable[str]) -> str:

@@ -45,12 +45,19 @@ class LayerNames:
         checkpoint_projections: the convention that the checkpoint follows; empty when unknown.
         requested_projections: names by which vLLM looks an expert's matrices up in a compressed-tensors config: those
             for integers, then those for other formats; empty when they are `checkpoint_projections`.
+        file_modules: further names of the module in the checkpoint's files, which no quantization config uses, each
+            with the number that the files give to the layer's first expert.
     """
 
     modules: tuple[str, ...]
     projections: tuple[tuple[str, ...], ...]
     checkpoint_projections: tuple[str, ...] = ()
     requested_projections: tuple[tuple[str, ...], ...] = ()
+    file_modules: tuple[tuple[str, int], ...] = ()
+
+    def modules_in_files(self) -> tuple[tuple[str, int], ...]:
+        """Names that the module may have in the checkpoint's files, and the number of its first expert there."""
+        return tuple((module, 0) for module in self.modules) + self.file_modules
 
     def conventions(self) -> tuple[tuple[str, ...], ...]:
         """The conventions that the checkpoint may follow."""

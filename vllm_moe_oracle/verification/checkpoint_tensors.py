@@ -158,6 +158,7 @@ class LayerTensors:
         projections: names of an expert's matrices; empty where one tensor holds all experts.
         endings: the ending of a tensor's name, by canonical suffix (``""``, ``_scale``, ...) or, where one tensor holds
             all experts, by canonical name.
+        first: the number that the files give to the layer's first expert.
     """
 
     files: TensorFiles
@@ -165,6 +166,7 @@ class LayerTensors:
     module: str
     projections: tuple[str, ...]
     endings: Mapping[str, str]
+    first: int = 0
 
     def expert(self, index: int) -> dict[str, Tensor]:
         """Canonical tensors of one expert on the CPU, checked as a server checks them.
@@ -220,12 +222,13 @@ class LayerTensors:
                 canonical: {canonical[: 3 if canonical.startswith("w13") else 2]: f"{self.module}.{ending}"}
                 for canonical, ending in self.endings.items()
             }
-        *first, down = self.projections
+        *before, down = self.projections
+        expert = f"{self.module}.{self.first + index}"
         found: dict[str, Shards] = {}
         for suffix, ending in self.endings.items():
-            shards = dict(zip(("w1", "w3"), first, strict=False))
-            found[f"w13{suffix}"] = {shard: f"{self.module}.{index}.{name}.{ending}" for shard, name in shards.items()}
-            found[f"w2{suffix}"] = {"w2": f"{self.module}.{index}.{down}.{ending}"}
+            shards = dict(zip(("w1", "w3"), before, strict=False))
+            found[f"w13{suffix}"] = {shard: f"{expert}.{name}.{ending}" for shard, name in shards.items()}
+            found[f"w2{suffix}"] = {"w2": f"{expert}.{down}.{ending}"}
         return found
 
     def _check(self, tensor: Tensor, canonical: str, shard: str, where: str) -> None:
@@ -325,18 +328,18 @@ def find_layer(files: TensorFiles, problem: Problem, layer: LayerNames) -> Layer
     """
     canonical = schemes.module(problem.scheme.name).parameter_names(problem)
     if problem.scheme.name != "wna16":
-        for module in layer.modules:
+        for module, _ in layer.modules_in_files():
             fused = {name: _FUSED_ENDINGS[name] for name in canonical}
             if all(f"{module}.{ending}" in files for ending in (fused["w13"], fused["w2"])):
                 return LayerTensors(files, problem, module, (), fused)
     endings = {name.removeprefix("w13"): own.removeprefix("w13_") for name, own in canonical.items() if name[1] == "1"}
     gated = problem.activation.gated
     conventions = dict.fromkeys((*layer.conventions(), *(GATED_PROJECTIONS if gated else UNGATED_PROJECTIONS)))
-    for module in layer.modules:
+    for module, number in layer.modules_in_files():
         for names in conventions:
             if len(names) != (3 if gated else 2):
                 continue
-            first = f"{module}.0.{names[0]}."
+            first = f"{module}.{number}.{names[0]}."
             known = {suffix: (ending, *_OTHER_ENDINGS.get(ending, ())) for suffix, ending in endings.items()}
             if problem.scheme.name == "wna16":
                 known = {suffix: (ending,) for suffix, ending in endings.items()}
@@ -345,7 +348,7 @@ def find_layer(files: TensorFiles, problem: Problem, layer: LayerNames) -> Layer
                 for suffix, possible in known.items()
             }
             if first + found[""] in files:
-                return LayerTensors(files, problem, module, names, found)
+                return LayerTensors(files, problem, module, names, found, number)
     looked = f"{layer.modules[0]}.0.{next(iter(conventions))[0]}.{endings['']}"
     near = sorted(name for name in files.names() if f".{_number(problem.layer)}." in name and "expert" in name)
     rule = f"none of the names that its first expert may have is in the files, such as {looked}"

@@ -1,0 +1,141 @@
+"""Names of experts in checkpoints' files: models whose loaders in vLLM renumber or rename them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm", reason="reads weights for vLLM's layers")
+
+from tests.lib import cli
+from tests.lib.checkpoints import Size, rewrite_tensors, write_checkpoint
+from vllm_moe_oracle import checkpoint, settings
+from vllm_moe_oracle.devices import detect
+from vllm_moe_oracle.measuring import verifying
+
+TEXT, IMAGES = 6, 4
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> cli.Run:
+    return cli.runner(monkeypatch, capsys)
+
+
+def changed(folder: Path, **fields: Any) -> Path:
+    """Changes fields of a model's config; None removes one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ernie(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer with six experts for text and four for images, numbered without a break."""
+    folder = tmp_path_factory.mktemp("ernie") / "model"
+    write_checkpoint(folder, size=Size(layers=1, experts=TEXT + IMAGES, top_k=2))
+    return changed(
+        folder, architectures=["Ernie4_5_VLMoeForConditionalGeneration"], model_type="ernie4_5_moe_vl",
+        moe_num_experts=[TEXT, IMAGES], moe_intermediate_size=[64, 64], moe_layer_start_index=[0, 0],
+        moe_layer_end_index=[0, 0], moe_layer_interval=1, moe_k=2, num_experts=None, num_experts_per_tok=None,
+        decoder_sparse_step=None, mlp_only_layers=None,
+    )  # fmt: skip
+
+
+def test_experts_for_images_follow_those_for_text(ernie: Path, run: cli.Run) -> None:
+    found = run("verify", ernie, "--json")
+    assert found.status == 0, found.err
+    layers = {each["layer"].rpartition(".")[2]: each for each in found.json["layers"]}
+    assert {name: (each["status"], each["experts_checked"]) for name, each in layers.items()} == {
+        "text_experts": ("passed", TEXT), "vision_experts": ("passed", IMAGES),
+    }  # fmt: skip
+
+
+def test_a_damaged_expert_is_named_by_its_number_in_the_layer(ernie: Path, tmp_path: Path, run: cli.Run) -> None:
+    def damage(tensors: dict[str, Any]) -> None:
+        tensors[f"model.layers.0.mlp.experts.{TEXT + 2}.down_proj.weight"].view(torch.uint8)[0, 0] = 0x7F
+
+    found = run("verify", rewrite_tensors(ernie, tmp_path / "damaged", damage), "--json")
+    assert found.status == 1
+    text, images = found.json["layers"]
+    assert text["status"] == "passed" and images["status"] == "damaged"
+    assert "vision_experts, expert 2" in images["fault"]
+
+    def remove(tensors: dict[str, Any]) -> None:
+        del tensors[f"model.layers.0.mlp.experts.{TEXT + 2}.down_proj.weight"]
+
+    missing = run("verify", rewrite_tensors(ernie, tmp_path / "missing", remove))
+    assert missing.status == 2
+    assert "vision_experts, expert 2, model.layers.0.mlp.experts.8.down_proj.weight" in " ".join(missing.err.split())
+
+
+def test_vllms_loader_takes_the_same_tensors(ernie: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every name goes through `load_weights` of vLLM's class, which says what expert and shard it fills."""
+    from vllm.model_executor.models import ernie45_vl_moe
+
+    loaded: dict[float, tuple[str, int, str]] = {}
+
+    class Parameter:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def weight_loader(self, _: object, tensor: torch.Tensor, name: str, *, shard_id: str, expert_id: int) -> None:
+            assert name == self.name
+            loaded[float(tensor)] = name.partition(".routed_experts")[0], expert_id, shard_id
+
+    class Parameters(dict[str, Parameter]):
+        def __missing__(self, name: str) -> Parameter:
+            return Parameter(name)
+
+    model = nn.Module()
+    model.config = SimpleNamespace(moe_num_experts=[TEXT, IMAGES], tie_word_embeddings=False)
+    monkeypatch.setattr(ernie45_vl_moe, "dict", lambda _: Parameters(), raising=False)
+    with verifying.Verification(checkpoint.read_checkpoint(ernie), detect.detect(), settings.load({})) as made:
+        expected = {}
+        names = []
+        for plan in made.plans:
+            assert plan.tensors is not None
+            layer = plan.problem.layer.removeprefix("language_model.")
+            for index in range(plan.problem.num_experts):
+                for canonical in ("w13", "w2"):
+                    for shard, name in plan.tensors._tensor_names(index)[canonical].items():
+                        expected[float(len(names))] = layer, index, shard
+                        names.append(name)
+    stream = [(name, torch.tensor(float(place))) for place, name in enumerate(names)]
+    ernie45_vl_moe.Ernie4_5_VLMoeForCausalLM.load_weights(model, stream)
+    assert len(names) == 3 * (TEXT + IMAGES) and loaded == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fields"),
+    [
+        ("model.layers.0.mlp.experts", "layers.0.ffn.experts", {"model_type": "deepseek_v4"}),
+        ("model.", "thinker.model.", {"model_type": "qwen3_omni_moe"}),
+        ("model.", "language.model.", {"model_type": "deepseek_vl_v2"}),
+    ],
+    ids=["deepseek-v4", "qwen3-omni", "deepseek-vl2"],
+)
+def test_beginnings_that_vllms_loaders_replace(
+    before: str, after: str, fields: dict[str, Any], tmp_path: Path, run: cli.Run
+) -> None:
+    def rename(tensors: dict[str, Any]) -> None:
+        for name in list(tensors):
+            if name.startswith(before):
+                tensors[after + name.removeprefix(before)] = tensors.pop(name)
+        if fields["model_type"] == "deepseek_v4":
+            for name in [each for each in tensors if ".experts." in each]:
+                for own, theirs in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+                    if own in name:
+                        tensors[name.replace(own, theirs)] = tensors.pop(name)
+
+    plain = write_checkpoint(tmp_path / "plain", size=Size(layers=1, experts=4, top_k=2))
+    folder = changed(rewrite_tensors(plain, tmp_path / "model", rename), **fields)
+    found = run("verify", folder, "--json")
+    assert found.status == 0, found.err
+    assert [each["status"] for each in found.json["layers"]] == ["passed"]
