@@ -4,10 +4,11 @@ The files are those of ``vllm-moe-oracle bench --jsonl FILE`` or of `tests.gpu.u
 they were taken. A new time replaces the profile's of the same layer, backend, routing and number of tokens; everything
 else stays. Failures are not taken over: what cannot run on a machine without its memory runs on another.
 
-Times of layers that no profile of the GPU has go to the first of its profiles. The benchmarks must have run on the
-profile's GPU, packages and kernels. Afterwards run ``kernel_choices --write``, which says on which configurations the
-times rest. A time of another tile than the kernels' choice brings that tile into
-the profile: this GPU runs it there, and other GPUs' profiles and the kernels' tables stay as they are.
+Times of layers that no profile of the GPU has go to the last of its profiles: the one that ``tune`` wrote has both
+routings of each layer. The benchmarks must have run on the profile's GPU, packages and kernels. Afterwards run
+``kernel_choices --write``, which says on which configurations the times rest. A time of another tile than the kernels'
+choice brings that tile into the profile: this GPU runs it there, and other GPUs' profiles and the kernels' tables stay
+as they are.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def merged(shipped: profile.Profile, environment: Environment, new: dict[KernelS
 
 
 def of_gpu(gpu: str) -> dict[Path, profile.Profile]:
-    """The shipped profiles of a GPU by file, the one that takes new layers first."""
+    """The shipped profiles of a GPU by file, the one that takes new layers last."""
     paths = sorted(profile.SHIPPED_FOLDER.glob("nvidia_*.json"))
     return {path: found for path in paths if (found := profile.read(path)).environment.gpu == gpu}
 
@@ -61,10 +62,10 @@ def of_gpu(gpu: str) -> dict[Path, profile.Profile]:
 def by_profile(
     shipped: dict[Path, profile.Profile], new: dict[KernelShape, list[Sample]]
 ) -> dict[Path, dict[KernelShape, list[Sample]]]:
-    """New times by the profile that has their layer already; those of other layers go to the first."""
+    """New times by the profile that has their layer already; those of other layers go to the last."""
     found: dict[Path, dict[KernelShape, list[Sample]]] = {}
     for shape, samples in new.items():
-        path = next((path for path, each in shipped.items() if each.samples(shape)), next(iter(shipped)))
+        path = next((path for path, each in shipped.items() if each.samples(shape)), list(shipped)[-1])
         found.setdefault(path, {})[shape] = samples
     return found
 

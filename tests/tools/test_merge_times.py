@@ -55,7 +55,7 @@ def test_times_go_to_the_profile_that_has_their_layer() -> None:
     unknown = msgspec.structs.replace(ENTRY.kernel_shape, hidden_size=64)
     shapes = [next(iter(of_each[1])), unknown, next(iter(of_each[0]))]
     found = merge_times.by_profile(merge_times.of_gpu("NVIDIA H200"), {shape: [] for shape in shapes})
-    assert found == {paths[1]: {shapes[0]: []}, paths[0]: {unknown: [], shapes[2]: []}}
+    assert found == {paths[1]: {shapes[0]: [], unknown: []}, paths[0]: {shapes[2]: []}}
 
 
 def test_times_of_other_kernels_are_refused() -> None:
