@@ -10,8 +10,11 @@ balancing and so on, over two ranks. Every answer has to be the tokens of float3
 tolerance of `tests.lib.served`, all layers through the oracle, and one decision on all ranks. Several engines start at
 once, since a start is work of the host.
 
-On a machine without a GPU, ``--cpu`` runs the same on two processes with the CPU's backends. Exit status 1 when one
-differs.
+The cases ``..., stock`` are vLLM without the plugin, on one rank and over two with tensor and expert parallelism. Their
+rows also say how far the plugin's answer is from theirs, where both ran in this call.
+
+On a machine without a GPU, ``--cpu`` runs the same on two processes with the CPU's backends. Exit status 1 when an
+engine with the plugin differs from transformers; what stock does is a result.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tests.lib import adapters, checkpoints, integer_checkpoints, reference
 from tests.lib.integer_checkpoints import Integers
@@ -57,6 +62,8 @@ DATA: dict[str, Any] = {"data_parallel_size": 2}
 ENGINES: dict[str, dict[str, Any]] = {
     "one": {}, "tp2": TWO, "tp2 ep": TWO | EXPERTS, "dp2": DATA, "dp2 ep": DATA | EXPERTS,
 }  # fmt: skip
+STOCK = ("one", "tp2", "tp2 ep")
+"""Engines that are also served without the plugin."""
 FEATURES: dict[str, dict[str, Any]] = {
     "reload": {"feature": "reload_and_back", "engine": TWO},
     "reload, ep": {"feature": "reload_and_back", "engine": TWO | EXPERTS},
@@ -179,15 +186,19 @@ def jobs_of(name: str, format: Format, cpu: bool) -> dict[str, dict[str, Any]]:
     for engine, options in ENGINES.items():
         for how, oracle, eager in (
             ("own", own, True), ("own, graphs", own, False), ("static", {"use_measurements": 0}, True),
+            ("stock", None, True), ("stock, graphs", None, False),
         ):  # fmt: skip
-            if cpu and (how != "own" or (DRAFTS.get(name) and "ep" in engine)):
+            if oracle is None and engine not in STOCK:
+                continue
+            if cpu and (how not in ("own", "stock") or (DRAFTS.get(name) and "ep" in engine)):
                 continue  # vLLM's operator for CPUs ends the process of a rank with whole experts in 16 bits
             if format.backend == ACT_ORDER and engine in ("tp2", "dp2"):
                 continue  # a rank's features are of parts of groups, which every kernel refuses
             arguments = options | format.engine | {"enforce_eager": eager} | ({} if eager else GRAPHS)
             feature = "async_engine" if "data_parallel_size" in options else "generate"
             found[f"{engine}, {how}"] = common | {
-                "feature": feature, "prompt": PROMPT, "oracle": oracle, "engine": arguments,
+                "feature": feature, "prompt": PROMPT, "oracle": oracle or {}, "plugin": oracle is not None,
+                "engine": arguments,
             }  # fmt: skip
     if format.other and format.adapter:
         paths = {"other": str(format.other[0]), "adapter": str(format.adapter[0])}
@@ -212,7 +223,9 @@ def serve(folder: Path, job: dict[str, Any], device: int) -> dict[str, Any]:
     for path in files:
         path.unlink(missing_ok=True)
     files[0].write_text(json.dumps([job]))
-    env = os.environ | {"VLLM_PLUGINS": "moe_oracle", "MOE_ORACLE_REPORT": str(files[2])}
+    # No plugin at all, not one that is switched off: "" names none.
+    plugins = "moe_oracle" if job.get("plugin", True) else ""
+    env = os.environ | {"VLLM_PLUGINS": plugins, "MOE_ORACLE_REPORT": str(files[2])}
     env |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "MOE_ORACLE_CACHE": str(folder / "cache")}
     env |= {"VLLM_LOGGING_LEVEL": "INFO"} | job.get("environment", {})
     if not any(name.endswith("_parallel_size") for name in job["engine"]):
@@ -273,11 +286,14 @@ def judge(
     tokens_equal = all(said["tokens"] == theirs.tokens for said, theirs in pairs)
     ranks = len(records)
     stages = job["engine"].get("pipeline_parallel_size", 1)
+    if job.get("plugin", True):
+        engaged = len(decisions) == 1 and layers * stages == job.get("layers", SIZE.layers) * ranks > 0
+    else:
+        engaged = not records  # a layer through the oracle would be none of stock's
     ok = (
         largest <= tolerance("bfloat16")
         and tokens_equal
-        and len(decisions) == 1
-        and layers * stages == job.get("layers", SIZE.layers) * ranks > 0
+        and engaged
         and ("said_other" not in result or other is not None)
         and result.get("same_bits", True)
     )
@@ -295,6 +311,22 @@ def judge(
     }  # fmt: skip
 
 
+def compare_with_stock(rows: list[dict[str, Any]], said: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """Adds to stock's rows the largest difference of a logprob from the plugin's answer by the same engine.
+
+    Args:
+        rows: the table.
+        said: the first answer of an engine by format and case.
+    """
+    for row in rows:
+        case = row["case"].replace(", stock", ", own")
+        pair = said.get((row["format"], row["case"])), said.get((row["format"], case))
+        if case != row["case"] and pair[0] and pair[1]:
+            logprobs = [np.array(each["logprobs"]) for each in pair]
+            row["plugin_difference"] = round(float(np.abs(logprobs[0] - logprobs[1]).max()), 4)
+            row["plugin_tokens_equal"] = pair[0]["tokens"] == pair[1]["tokens"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
@@ -306,6 +338,7 @@ def main() -> int:
     args = parser.parse_args()
     begin = time.monotonic()
     rows: list[dict[str, Any]] = []
+    said: dict[tuple[str, str], dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         found = formats(folder, args.only.split(","))
@@ -339,19 +372,27 @@ def main() -> int:
                 return
             own = folder / f"run-{index}"
             own.mkdir()
-            row = {"format": format, "case": case} | judge(job, serve(own, job, index % 2), *expected[index])
+            served = serve(own, job, index % 2)
+            if served["result"].get("said"):
+                said[format, case] = served["result"]["said"][0]
+            row = {"format": format, "case": case} | judge(job, served, *expected[index])
             rows.append(row)
+            compare_with_stock(rows, said)
             words = {key: each for key, each in row.items() if key not in ("format", "case", "ok", "log")}
             print(f"{'ok  ' if row['ok'] else 'FAIL'} {format}, {case}: {words}", flush=True)
             write(args.json, rows)
 
         with ThreadPoolExecutor(args.workers) as pool:
             list(pool.map(one, range(len(jobs))))
+    for row in rows:
+        if "plugin_difference" in row:
+            words = "the same tokens" if row["plugin_tokens_equal"] else "OTHER TOKENS"
+            print(f"{row['format']}, {row['case']}: plugin {row['plugin_difference']} from stock, {words}")
     failed = [row for row in rows if not row["ok"]]
     print(f"{len(rows) - len(failed)} of {len(rows)} hold, {time.monotonic() - begin:.0f} s")
     for row in failed:
         print(row["format"], row["case"], *row.get("log", ())[-6:], sep="\n   ")
-    return 1 if failed else 0
+    return 1 if any(", stock" not in row["case"] for row in failed) else 0
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:

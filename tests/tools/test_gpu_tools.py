@@ -115,6 +115,18 @@ def test_features_are_judged_by_what_they_promise() -> None:
     assert holds(served(records=records), engine={"pipeline_parallel_size": 2}) and not holds(served(records=records))
 
 
+def test_stock_over_ranks_runs_no_layer_through_the_oracle() -> None:
+    assert holds(served(records=[]), plugin=False)
+    assert not holds(served(), plugin=False)  # the plugin was there
+    assert not holds(served(records=[]))  # it was not
+    rows: list[dict[str, Any]] = [{"format": "f", "case": case} for case in ("tp2, own", "tp2, stock")]
+    other = {"tokens": [1], "logprobs": [[-1.0, -2.0]]}
+    said = {("f", "tp2, own"): other, ("f", "tp2, stock"): {"tokens": [2], "logprobs": [[-1.0, -1.5]]}}
+    ranks.compare_with_stock(rows, said)
+    assert rows[1]["plugin_difference"] == 0.5 and rows[1]["plugin_tokens_equal"] is False
+    assert rows[0] == {"format": "f", "case": "tp2, own"}
+
+
 def test_the_first_traceback_is_kept_without_its_prefix() -> None:
     log = ["INFO a", "(W pid=1) ERROR Traceback (most recent call last):", "(W pid=1) ERROR   File x", "INFO b"]
     log += ["(W pid=1) ERROR     call()", "(W pid=1) ERROR     ^^^^^^", "(W pid=1) ERROR ValueError: no", "later error"]
