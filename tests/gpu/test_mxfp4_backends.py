@@ -3,7 +3,6 @@ backends does not reach."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.schemes import mxfp4
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
 CASES = (
     Case("whole_oai", GPT_OSS, 8, 2, 512, 256, **_OAI),
@@ -27,13 +26,6 @@ CASES = (
     Case("padded_oai", GPT_OSS, 8, 2, 320, 96, **_OAI),
     Case("padded_silu", OTHERS, 8, 2, 288, 96, **_SILU),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    backend_table.join_alone("cuda")
-    yield
-    backend_table.leave()
 
 
 def stored(built: Built) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ from tests.gpu.table_mxfp8 import SCHEME, TABLE
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import default_registry
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
 CASES = (
     Case("padded_silu", SCHEME, 8, 2, 256, 96, "silu"),
@@ -24,13 +22,6 @@ CASES = (
     Case("whole_relu2", SCHEME, 8, 2, 256, 128, "relu2_no_mul"),
     Case("padded_relu2", SCHEME, 8, 2, 384, 160, "relu2_no_mul"),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    backend_table.join_alone("cuda")
-    yield
-    backend_table.leave()
 
 
 NAMES = {

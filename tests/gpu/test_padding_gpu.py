@@ -82,12 +82,10 @@ LAYERS = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    backend_table.join_alone("cuda")
+def registered(one_rank: None) -> Iterator[None]:
     plugin.register()
     yield
     plugin.unregister()
-    backend_table.leave()
 
 
 def outputs(layer: Padded, checkpoint: Any, calls: dict[int, list[Any]], cut: Cut | None) -> dict[int, torch.Tensor]:

@@ -48,22 +48,20 @@ def is_first(kind: str, case: Case) -> bool:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
+def registered(one_rank: None) -> Iterator[None]:
     mode = os.environ["MOE_ORACLE_SELF_CHECK"]
     os.environ["MOE_ORACLE_SELF_CHECK"] = "group"  # the table of backends is made without
-    backend_table.join_alone("cuda")
     plugin.register()
     with pytest.MonkeyPatch.context() as patch:
         # Kernels that only serve take most of the time, and are not called here.
         patch.setattr(HopperBackend, "_warm_up", lambda *arguments: [])
         yield
     plugin.unregister()
-    backend_table.leave()
     os.environ["MOE_ORACLE_SELF_CHECK"] = mode
 
 
 @pytest.fixture(scope="module", autouse=True)
-def outcomes(one_rank: None, request: pytest.FixtureRequest) -> dict[Check, Outcome]:
+def outcomes(registered: None, request: pytest.FixtureRequest) -> dict[Check, Outcome]:
     """The checks of right backends that the selected tests ask for. The other tests need kernels of these, too, and
     come after them."""
     checks: list[Check] = []

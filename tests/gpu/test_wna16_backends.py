@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from vllm_moe_oracle import plugin
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import default_registry
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
 CASES = (
     Case("g32", _scheme(CT, 4, 32), 8, 2, 256, 96),
@@ -72,13 +71,6 @@ other error fails."""
 STOCK_DROPS = {("0.26.0", "marlin_wna16", "bias"): {"w13_bias", "w2_bias"}}
 """Tensors of a case that a release's stock leaves out: until 0.26 the layer's loader drops biases of single experts."""
 WEIGHTS = ("weight_packed", "qweight", "weight")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    backend_table.join_alone("cuda")
-    yield
-    backend_table.leave()
 
 
 def stored(built: Built) -> dict[str, Any]:

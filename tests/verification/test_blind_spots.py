@@ -103,7 +103,7 @@ def test_a_kernel_that_the_layer_never_runs_is_not_called(name: str, monkeypatch
     assert check(lib.FAULTS[name], LAYERS["16 bit"], weights(LAYERS["16 bit"])).passed
 
 
-def test_the_call_with_many_tokens_is_beyond_what_the_layer_and_the_small_one_hand_over_at() -> None:
+def test_the_large_call_is_beyond_every_hand_over() -> None:
     most = 4096
     # On a GPU there is one in any case.
     assert inputs.large_call((), (), [], most) == inputs.large_call((576,), (264,), [], most) == 2048

@@ -259,7 +259,7 @@ def test_router_weights_are_on_the_input_once(scheme: Any, weight: Any, passes: 
     assert result.passed is passes, result
 
 
-def test_the_emulation_and_a_right_function_have_router_weights_on_the_input() -> None:
+def test_right_backends_apply_router_weights_on_the_input() -> None:
     loaded = weights(ON_INPUT)
     assert check(Faulty("right"), ON_INPUT, loaded).passed
     # A kernel that weights outputs for itself does not get the flag.

@@ -23,7 +23,7 @@ _T_QUANTILES = (
 more."""
 
 
-class Comparison(msgspec.Struct, frozen=True):
+class PairedComparison(msgspec.Struct, frozen=True):
     """One figure of both variants.
 
     Attributes:
@@ -46,7 +46,7 @@ class Comparison(msgspec.Struct, frozen=True):
         return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
 
 
-def compare(base: Sequence[float], other: Sequence[float]) -> Comparison:
+def compare(base: Sequence[float], other: Sequence[float]) -> PairedComparison:
     """Compares the figures of two variants, turn by turn.
 
     Args:
@@ -64,4 +64,4 @@ def compare(base: Sequence[float], other: Sequence[float]) -> Comparison:
         quantile = _T_QUANTILES[min(len(logs) - 1, len(_T_QUANTILES)) - 1]
         half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
         low, high = math.exp(mean - half), math.exp(mean + half)
-    return Comparison(tuple(base), tuple(other), math.exp(mean), low, high)
+    return PairedComparison(tuple(base), tuple(other), math.exp(mean), low, high)

@@ -35,7 +35,7 @@ from ..untrusted import boundary, describe, parse_json, read_file
 
 if TYPE_CHECKING:
     from ..compat.adapter import Adapter
-    from ..verification.checkpoint_tensors import LayerTensors, TensorFiles
+    from ..verification.checkpoint_tensors import StoredExperts, TensorFiles
     from ..verification.token_stream import LayerInputs, TokenStream
     from ..verification.whole_layer import LayerCheck
 
@@ -108,7 +108,7 @@ class LayerPlan:
     decision: Decision | None
     failure: str = ""
     is_stock: bool = False
-    tensors: LayerTensors | None = None
+    tensors: StoredExperts | None = None
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -255,7 +255,7 @@ class Verification:
     def _layer(
         self,
         plan: LayerPlan,
-        tensors: LayerTensors,
+        tensors: StoredExperts,
         stream: TokenStream,
         adapter: Adapter,
         done: int,

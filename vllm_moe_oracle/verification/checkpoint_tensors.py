@@ -148,7 +148,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerTensors:
+class StoredExperts:
     """Where a layer's experts are in a checkpoint's files.
 
     Attributes:
@@ -315,7 +315,7 @@ class LayerTensors:
         return wna16_parameters.read(parameters, problem, layout == "k_first")
 
 
-def find_layer(files: TensorFiles, problem: Problem, layer: LayerNames) -> LayerTensors:
+def find_layer(files: TensorFiles, problem: Problem, layer: LayerNames) -> StoredExperts:
     """Finds a layer's experts among a checkpoint's tensors.
 
     Args:
@@ -331,7 +331,7 @@ def find_layer(files: TensorFiles, problem: Problem, layer: LayerNames) -> Layer
         for module, _ in layer.modules_in_files():
             fused = {name: _FUSED_ENDINGS[name] for name in canonical}
             if all(f"{module}.{ending}" in files for ending in (fused["w13"], fused["w2"])):
-                return LayerTensors(files, problem, module, (), fused)
+                return StoredExperts(files, problem, module, (), fused)
     endings = {name.removeprefix("w13"): own.removeprefix("w13_") for name, own in canonical.items() if name[1] == "1"}
     gated = problem.activation.gated
     conventions = dict.fromkeys((*layer.conventions(), *(GATED_PROJECTIONS if gated else UNGATED_PROJECTIONS)))
@@ -348,7 +348,7 @@ def find_layer(files: TensorFiles, problem: Problem, layer: LayerNames) -> Layer
                 for suffix, possible in known.items()
             }
             if first + found[""] in files:
-                return LayerTensors(files, problem, module, names, found, number)
+                return StoredExperts(files, problem, module, names, found, number)
     looked = f"{layer.modules[0]}.0.{next(iter(conventions))[0]}.{endings['']}"
     near = sorted(name for name in files.names() if f".{_number(problem.layer)}." in name and "expert" in name)
     rule = f"none of the names that its first expert may have is in the files, such as {looked}"

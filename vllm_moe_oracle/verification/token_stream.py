@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.problem import Problem, Routing
 from ..errors import CheckpointError
 from . import routing
-from .checkpoint_tensors import LayerTensors, TensorFiles
+from .checkpoint_tensors import StoredExperts, TensorFiles
 
 TOKENS = 32
 """Number of different tokens."""
@@ -87,7 +87,7 @@ class TokenStream:
         found = self._files.meta(name)
         return found.ndim == 2 and found.shape[1] == columns and found.dtype.is_floating_point and found.itemsize > 1
 
-    def inputs(self, layer: LayerTensors) -> LayerInputs:
+    def inputs(self, layer: StoredExperts) -> LayerInputs:
         """The inputs of a layer.
 
         Raises:
@@ -121,7 +121,7 @@ class TokenStream:
         _require_finite(values, f"{name} ({what})")
         return values
 
-    def _route(self, layer: LayerTensors, x: Tensor) -> tuple[Tensor, Tensor, str]:
+    def _route(self, layer: StoredExperts, x: Tensor) -> tuple[Tensor, Tensor, str]:
         """Weights, ids, and by what tokens were routed."""
         problem = layer.problem
         block = layer.module.rpartition(".")[0]

@@ -23,7 +23,7 @@ import typer
 from ...decision_records import last_of_each_load, process_and_layers
 from ...devices.detect import installed_packages
 from ...errors import CheckpointError, MeasurementError, printable
-from ...measurements.paired_turns import CONFIDENCE, Comparison, compare
+from ...measurements.paired_turns import CONFIDENCE, PairedComparison, compare
 from ...settings import excluded_by_vllm, server_environment
 from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, output, served_benchmark
 from ..arguments import AsJson, read_count, read_seconds
@@ -363,7 +363,7 @@ class _Metric:
     unit: str
     more_is_better: bool
     concurrency: int | None
-    compared: Comparison
+    compared: PairedComparison
 
     @property
     def verdict(self) -> str:
@@ -453,7 +453,7 @@ def _summary(turns: int, metrics: list[_Metric]) -> list[str]:
     return [head + _sentence(turns, each.compared) for head, each in zip(heads, found, strict=True)]
 
 
-def _sentence(turns: int, throughput: Comparison) -> str:
+def _sentence(turns: int, throughput: PairedComparison) -> str:
     change = f"{throughput.ratio - 1:+.1%}"
     if throughput.low is None or throughput.high is None:
         return f"One turn says nothing about noise: output changed by {change}. Measure with --turns 3 or more."
