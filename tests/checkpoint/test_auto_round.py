@@ -4,6 +4,7 @@ single matrices, and that an entry on the experts' module, as `explain` advises,
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,6 +157,48 @@ def test_auto_round_refuses_expressions_without_a_bound(explain: Any) -> None:
 def test_what_vllm_reads_otherwise_of_auto_round_is_foreign(changes: dict[str, Any], explain: Any) -> None:
     found = explain(quantized(quantization_config=AUTO_ROUND | changes))
     assert not found.problems and all(each.startswith("auto-round") for each in found.unsupported_formats.values())
+
+
+# --- linear layers ----------------------------------------------------------------------------------------------------
+
+LINEAR = "model.layers.0.self_attn.o_proj"
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, False),
+        ({"bits": 8}, False),
+        ({"sym": False}, True),
+        ({"bits": 8, "sym": False}, True),
+        ({"sym": False, "packing_format": "auto_round:auto_awq"}, False),
+        ({"sym": False, "extra_config": {LINEAR: {"bits": 16}}}, False),
+        ({"sym": False, "extra_config": {LINEAR: {"bits": 4, "sym": True}}}, False),
+        ({"extra_config": {LINEAR: {"bits": 4, "sym": False}}}, True),
+        ({"sym": False, "block_name_to_quantize": "model.other"}, False),
+    ],
+    ids=str,
+)
+def test_linear_layers_that_vllm_refuses_are_known(
+    changes: dict[str, Any], refused: bool, explain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same linear layer is asked of vLLM's own class, as on a GPU."""
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.layers.quantization import auto_gptq, get_quantization_config
+    from vllm.model_executor.layers.quantization.inc.schemes import inc_wna16_linear, inc_wna16_scheme
+
+    config = AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"} | changes
+    found = explain(quantized(quantization_config=config))
+    said = [note for note in found.notes if "a server does not start" in note and "GPTQ" in note]
+    assert bool(said) == bool(found.refused) == refused
+    gpu = SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False, is_xpu=lambda: False)
+    monkeypatch.setattr(inc_wna16_scheme, "current_platform", gpu)
+    monkeypatch.setattr(inc_wna16_linear, "check_marlin_supported", lambda *_, **__: True)
+    monkeypatch.setattr(auto_gptq, "verify_marlin_supported", lambda *_, **__: None)
+    layer = ReplicatedLinear.__new__(ReplicatedLinear)
+    with pytest.raises(NotImplementedError, match="symmetric quantization") if refused else nullcontext():
+        get_quantization_config("inc").from_config(config).get_quant_method(layer, LINEAR)
 
 
 # --- releases ---------------------------------------------------------------------------------------------------------

@@ -829,14 +829,16 @@ class FewKernels:
 def rows_called(case: Case, tokens: Iterable[int]) -> set[int]:
     """Numbers of rows by which vLLM's classes over Humming choose a kernel: those of calls of so many tokens, of which
     a rank has its share, of the spread experts' call and of self-checks, whose layers are whole."""
-    from vllm_moe_oracle.verification import inputs
+    from vllm_moe_oracle.backends import MAX_CHECK_TOKENS
+    from vllm_moe_oracle.verification import inputs, installed
 
     share = {-(-count * case.top_k * case.local_experts // case.experts) for count in (*tokens, SPREAD_TOKENS)}
     chosen = min(case.top_k, len(inputs.sample_experts(case.problem())))
-    small = {count * chosen for count in inputs.call_counts([], 1 << 20)}
-    # The converted layer's: one token for each expert on this rank.
-    whole = case.local_experts * case.top_k
-    return share | small | {whole, -(-whole * case.local_experts // case.experts)}
+    checked = {*inputs.call_counts([], 1 << 20), *inputs.REPEATED_COUNTS, inputs.LARGE_CALL, inputs.MAX_LARGE_CALL}
+    small = {count * chosen for count in checked}
+    # The converted layer's: one token for each expert on this rank, many tokens, and the last ones once more.
+    whole = {count * case.top_k for count in (case.local_experts, MAX_CHECK_TOKENS, installed.FEW_EXPERTS)}
+    return share | small | whole | {-(-rows * case.local_experts // case.experts) for rows in whole}
 
 
 def takes_any_map(name: str, case: Case, machine: Any) -> bool:

@@ -9,8 +9,17 @@ from typing import Any
 from ..core.problem import MX_BLOCK, Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_integer, read_string, short_repr, shortened
+from .gptq import refused_linear_scheme
 from .patterns import BoundedPattern, InvalidPatternError, MatchBudget
-from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, UnsupportedFormat, describe_format
+from .types import (
+    LINEAR_LAYER,
+    ExpertFormat,
+    FormatLookup,
+    LayerNames,
+    QuantConfigFormat,
+    UnsupportedFormat,
+    describe_format,
+)
 
 _PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 """`Scheme.packing` of AutoRound's ``packing_format``."""
@@ -164,7 +173,7 @@ class _ModuleFormats:
             by_convention.append({name: self._formats[name] for name in named if self._formats[name] != module_format})
         # Where the checkpoint's convention is unknown, a pattern that matches the names of one convention may mean
         # something else, such as the router called gate.
-        return min(by_convention, key=len)
+        return min(by_convention, key=len, default={})
 
 
 def _name_suffixes(name: str) -> Iterable[str]:
@@ -212,4 +221,15 @@ def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
             yield f"{where}.extra_config: {short_repr(name)} {rule}"
 
 
-FORMAT = QuantConfigFormat({"auto-round": parse_config}, notes, vllm_method=lambda config, method: "inc")
+def refused_linear(config: Mapping[str, Any], where: str) -> str:
+    """Why vLLM refuses the model's linear layers, as far as the config says; "" where it does not."""
+    found = parse_config(config, where)(LayerNames((LINEAR_LAYER,), ()))
+    # AWQ's packing has kernels for zero points, and other widths have Humming's from some releases on.
+    if not isinstance(found, Scheme) or (found.name, found.packing) != ("wna16", "gptq") or found.bits not in (4, 8):
+        return ""
+    return refused_linear_scheme(found)
+
+
+FORMAT = QuantConfigFormat(
+    {"auto-round": parse_config}, notes, vllm_method=lambda config, method: "inc", refused_linear=refused_linear
+)

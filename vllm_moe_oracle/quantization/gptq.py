@@ -12,7 +12,16 @@ from ..core.problem import ActOrder, Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_integer, read_names, read_string, short_repr
 from .patterns import MatchBudget, PatternList
-from .types import UNLISTED, ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, Unlisted, shared_format
+from .types import (
+    LINEAR_LAYER,
+    UNLISTED,
+    ExpertFormat,
+    FormatLookup,
+    LayerNames,
+    QuantConfigFormat,
+    Unlisted,
+    shared_format,
+)
 
 
 def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
@@ -59,21 +68,22 @@ def _dynamic_rules(config: Mapping[str, Any], where: str) -> list[tuple[str, Map
     return rules
 
 
-_LINEAR_LAYER = "model.layers.0.self_attn.o_proj"
-"""A linear layer that nearly every model has, and vLLM fuses with no other."""
-
-
 def refused_linear(config: Mapping[str, Any], where: str) -> str:
     """Why vLLM refuses the model's linear layers, as far as the config says; "" where it does not."""
     modules = read_names(config, ("modules_in_block_to_quantize",), where)
     if modules and all("expert" in name for name in modules):
         return ""
     rules = _dynamic_rules(config, where)
-    rule = PatternList([expression for expression, _ in rules], MatchBudget(where)).first((_LINEAR_LAYER,))
+    rule = PatternList([expression for expression, _ in rules], MatchBudget(where)).first((LINEAR_LAYER,))
     override = {} if rule is None else rules[rule][1]
     if override is None:
         return ""
     scheme = gptq_scheme(ChainMap(dict(override), dict(config)), where)
+    return refused_linear_scheme(scheme)
+
+
+def refused_linear_scheme(scheme: Scheme) -> str:
+    """Why vLLM refuses a linear layer in GPTQ's packing; "" where it does not."""
     if scheme.bits in (4, 8) and not scheme.zero_points:  # `AutoGPTQConfig.TYPE_MAP` in every supported release
         return ""
     found = f"bits {scheme.bits} and sym {str(not scheme.zero_points).lower()}"

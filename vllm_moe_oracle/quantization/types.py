@@ -16,6 +16,9 @@ GATED_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 UNGATED_PROJECTIONS = (("up_proj", "down_proj"), ("w1", "w2"))
 """The same for experts without a gate: up, down."""
 
+LINEAR_LAYER = "model.layers.0.self_attn.o_proj"
+"""A linear layer that nearly every model has, and vLLM fuses with no other."""
+
 NUMBERED_PROJECTION_MODELS = frozenset(
     {"deepseek_v4", "deepseek_v41", "kimi_k3", "kimi_linear", "lfm2_moe", "minimax_m2", "minimax_m3",
      "minimax_m3_text", "mixtral", "phimoe"}

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 PART = 8
 """Input features of w13, and rows of w2, that are kept of each expert: 35 MiB of a layer of gpt-oss-120b."""
 
-_FEW_EXPERTS = 2
+FEW_EXPERTS = 2
 """Experts of a layer whose kind was checked before, at least; as many tokens of a layer that is called once more."""
 
 _VALUES = 1 << 22
@@ -86,7 +86,7 @@ class WeightParts:
         self.rows = slice(first, first + PART)
         local = problem.local_experts
         others = torch.randperm(local - 1, generator=self._generator, device="cpu").tolist()
-        few = max(problem.top_k, _FEW_EXPERTS)
+        few = max(problem.top_k, FEW_EXPERTS)
         self.experts = [*sorted(others if every else others[: few - 1]), local - 1]
         self._seen = 0
         self._w13: list[Tensor] = []
@@ -263,6 +263,6 @@ class InstalledLayer:
             return Comparison(0.0, math.nan, 0.0, skip_reason=skip_reason)
         calls = self._calls()
         x = self._given["tokens"]
-        few = min(len(x), _FEW_EXPERTS, self._adapter.trial_tokens(self._experts.moe_config))
+        few = min(len(x), FEW_EXPERTS, self._adapter.trial_tokens(self._experts.moe_config))
         calls.make(torch.arange(len(x) - few, len(x), device=x.device))
         return calls.result(start)
