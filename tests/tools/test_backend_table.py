@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import os
 import subprocess
 import sys
@@ -349,7 +350,8 @@ def test_every_test_for_a_gpu_is_marked_as_one() -> None:
     """``-m gpu`` runs no other: a file that forgets it is never run, and nothing says so."""
     files = sorted((Path(__file__).parents[1] / "gpu").glob("test_*.py"))
     assert files
-    assert [each.name for each in files if "\npytestmark = pytest.mark.gpu\n" not in each.read_text()] == []
+    marked = re.compile(r"^pytestmark = \[?pytest\.mark\.gpu\b", re.MULTILINE)
+    assert [each.name for each in files if not marked.search(each.read_text())] == []
 
 
 def test_the_exit_of_a_process_without_a_result_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
