@@ -95,7 +95,7 @@ def test_a_gpu_without_measurements_is_told_how_to_take_them(
     assert "predicted for sm_90 only" in here
     h200 = measured_h200(tmp_path)
     assert hint not in why("--device", h200) + why("--device", "cpu")
-    for others in (("--device", "nvidia-h800"), ("--device", h200, "--tp", 2, "--ep")):
+    for others in (("--device", "nvidia-h800"), ("--device", h200, "--tp", 4, "--ep")):
         assert "takes about" in why(*others)
 
 
