@@ -35,7 +35,7 @@ pytest.importorskip("jinja2", reason="the extra plot")
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 HOSTILE = '</style><script>document.title = "owned"</script><img src=x onerror=alert(1)> & "quoted" $x_1$'
 _PROFILE = profile.read(profile.SHIPPED_FOLDER / "nvidia_h200.json")
-ENVIRONMENT = {"gpu": "NVIDIA H200", "packages": {"vllm": _PROFILE.environment.packages["vllm"]}}
+ENVIRONMENT: dict[str, Any] = {"gpu": "NVIDIA H200", "packages": {"vllm": _PROFILE.environment.packages["vllm"]}}
 """Where the shipped profile is valid: choices are decided again with it."""
 
 HEAD = {"conditions": {"command": "bench", "environment": ENVIRONMENT, "note": HOSTILE}}
@@ -79,6 +79,7 @@ def bench_file(path: Path, **more: Any) -> Path:
 
 def profile_file(path: Path) -> Path:
     h200 = catalog.known_device("nvidia-h200")
+    h200 = dataclasses.replace(h200, packages={**h200.packages, **ENVIRONMENT["packages"]})
     problem = model_shapes.parse("mxfp8:qwen3-30b-a3b")
     samples = [
         Sample(backend, "16bit", count, "uniform", us * count, us * count, us * count, 5)
