@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests.gpu import compare_tiles, kernel_cases, ranks, serve, tune_kernels
-from tests.lib import reference
+from tests.lib import golden_files, reference
 from tests.lib.served import PROMPT, tolerance
+from tests.tools import ranks_table
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "golden" / "h100"
@@ -135,7 +136,7 @@ def test_the_first_traceback_is_kept_without_its_prefix() -> None:
 
 
 def test_two_gpus_say_what_transformers_say() -> None:
-    runs = json.loads((DATA / "ranks-vllm-0.33.0.json").read_text())["runs"]
+    runs = json.loads(ranks_table.PATH.read_text())["runs"]
     rows = [row for run in runs for row in run["rows"]]
     assert all(row["logprob_difference"] <= run["conditions"]["tolerance"] for run in runs for row in run["rows"])
     assert all(row["ok"] and row["tokens_equal"] and row["layers"] for row in rows)
@@ -164,8 +165,8 @@ def test_the_kernels_reference_gives_h_by_slot_in_16_bits() -> None:
 
 
 def test_the_price_of_the_self_check_is_what_was_measured() -> None:
-    rows = json.loads((ROOT / "tests/golden/h200/check-price-vllm-0.33.0.json").read_text())
-    said = (ROOT / "vllm_moe_oracle" / "README.md").read_text()
+    rows = json.loads(golden_files.newest("check-price").read_text())
+    said = (ROOT / "vllm_moe_oracle" / "ACCURACY.md").read_text()
     assert len(rows) == 3 and all(row["passed"] and row["median_ms"] <= 150 for row in rows)
     for row in rows:
         assert f"| {row['least_ms']:.0f} ms, {row['median_ms']:.0f} ms | " in said
