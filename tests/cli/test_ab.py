@@ -17,6 +17,7 @@ from tests.lib.cli import Run
 from vllm_moe_oracle.cli import served_benchmark
 from vllm_moe_oracle.cli.commands import ab
 from vllm_moe_oracle.cli.served_benchmark import Load
+from vllm_moe_oracle.releases.supported import NEWEST
 
 SERVER = r"""
 import http.server, json, os, subprocess, sys
@@ -94,7 +95,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_benchmark, "server_command", server_command)
     monkeypatch.setattr(served_benchmark, "bench_command", bench_command)
     monkeypatch.setattr(served_benchmark, "_POLL_SECONDS", 0.02)  # stand-ins start in a tenth of a second
-    monkeypatch.setattr(ab, "installed_packages", lambda: {"vllm": "0.33.0"})
+    monkeypatch.setattr(ab, "installed_packages", lambda: {"vllm": NEWEST})
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
 
 
@@ -314,7 +315,7 @@ def test_an_interruption_leaves_no_server(number: signal.Signals, where: str, tm
         "from vllm_moe_oracle.cli.commands import ab\n"
         "served_benchmark.server_command = test_ab.server_command\n"
         "served_benchmark.bench_command = test_ab.bench_command\n"
-        "ab.installed_packages = lambda: {'vllm': '0.33.0'}\n"
+        f"ab.installed_packages = lambda: {{'vllm': '{NEWEST}'}}\n"
         f"sys.argv = ['vllm-moe-oracle', 'ab', 'model', '--logs', {str(tmp_path)!r}, '--child', {str(children)!r}"
         f"{never}]\n"
         "main.main()\n"

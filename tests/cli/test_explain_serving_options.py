@@ -392,7 +392,7 @@ def test_a_model_that_may_start_keeps_its_gain(run: Run, tmp_path: Path) -> None
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}
     gptq["dynamic"] = {"-:.*self_attn.*": {}}
     (tmp_path / "config.json").write_text(json.dumps(quantized() | {"quantization_config": gptq}))
-    found = run("explain", tmp_path, "--device", "h100", "--vllm", "0.33.0")
+    found = run("explain", tmp_path, "--device", "h100", "--vllm", NEWEST)
     assert found.status == 0 and "a server does not start, unless" in words(found.out)
     assert "gain over stock none" not in words(found.out)
 

@@ -24,6 +24,7 @@ from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import Registry, default_registry
 from vllm_moe_oracle.plugin import PluginState
+from vllm_moe_oracle.releases.supported import NEWEST
 
 REGISTER = status._register_plugin
 NAMES = [backend.name for backend in default_registry()]
@@ -32,7 +33,7 @@ NAMES = [backend.name for backend in default_registry()]
 @pytest.fixture(autouse=True)
 def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An active plugin, no other servers, no cache; a process of its own would import vLLM for each test."""
-    state = PluginState(True, "registered", "0.33.0", ("gptq", "mxfp8"))
+    state = PluginState(True, "registered", NEWEST, ("gptq", "mxfp8"))
     monkeypatch.setattr(status, "_register_plugin", lambda: state)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -83,7 +84,7 @@ def test_an_inactive_plugin_and_a_patch_that_failed_fail_the_check(run: Run, mon
     result = run("status", "--check")
     assert result.status == 1 and "problem   the plugin is not active: vLLM is not installed" in result.out
     assert run("status").status == 0
-    failed = PluginState(True, "registered", "0.33.0", failed={"a patch": "no such name"})
+    failed = PluginState(True, "registered", NEWEST, failed={"a patch": "no such name"})
     monkeypatch.setattr(status, "_register_plugin", lambda: failed)
     assert "the patch a patch failed: no such name" in run("status", "--check", "--json").json["problems"]
 
@@ -121,14 +122,14 @@ def test_a_named_backend_that_runs_nothing_here_fails_the_check(
 
 def test_vllm_is_imported_only_where_registration_is_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[bool] = []
-    state = PluginState(True, "registered", "0.33.0", ("gptq",))
+    state = PluginState(True, "registered", NEWEST, ("gptq",))
 
     def register() -> PluginState:
         registered.append(True)
         return state
 
     monkeypatch.setattr(status, "_register_plugin", register)
-    monkeypatch.setattr(plugin, "_vllm_version", lambda: "0.33.0")
+    monkeypatch.setattr(plugin, "_vllm_version", lambda: NEWEST)
     said = " ".join(run("status").out.split())
     assert not registered and "plugin active: a server would register it" in said
     assert "changes not tried: --check registers the plugin as vLLM would" in said
@@ -191,7 +192,7 @@ def test_no_width_ends_a_command(columns: str, run: Run, monkeypatch: pytest.Mon
 
 def record(folder: Path, **changes: Any) -> None:
     fields = {
-        "process": 7, "program": "EngineCore", "vllm": "0.33.0", "rank": 0, "ranks": 2, "moe_layers": 48, "served": 44,
+        "process": 7, "program": "EngineCore", "vllm": NEWEST, "rank": 0, "ranks": 2, "moe_layers": 48, "served": 44,
         "left_to_stock": {f"model.layers.{index}.mlp.experts": "LoRA: no backend" for index in (3, 4, 5)},
         "groups": [],
     }  # fmt: skip
@@ -217,7 +218,7 @@ def test_layers_that_running_servers_leave_to_stock_are_listed(run: Run, tmp_pat
         for lock in locks:
             os.close(lock)
     assert server["process"] == 7 and len(server["left_to_stock"]) == 3
-    assert "process 7 (EngineCore), vLLM 0.33.0: 44 of 48 MoE layers run through the oracle" in said
+    assert f"process 7 (EngineCore), vLLM {NEWEST}: 44 of 48 MoE layers run through the oracle" in said
     assert "server model.layers.3-5.mlp.experts left to stock vLLM: LoRA: no backend" in said
     assert "1 more are stock vLLM's" in said and "process 9" not in said
 
@@ -270,7 +271,7 @@ def test_the_winner_is_marked_and_no_line_breaks_inside_a_pair(run: Run, monkeyp
     [
         ("ex", "explain"),
         ("explain x --device nvidia-h2", "nvidia-h200"),
-        ("explain x --vllm 0.33", "0.33.0"),
+        (f"explain x --vllm {NEWEST[:-1]}", NEWEST),
         ("tune x --set back", "backend="),
         ("tune x --set backend=hopper_mxfp8_w", "backend=hopper_mxfp8_w8a8"),
         ("tune x --set self_check=a", "self_check=all"),

@@ -13,6 +13,7 @@ import pytest
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices import catalog, detect
 from vllm_moe_oracle.errors import SettingError
+from vllm_moe_oracle.releases.supported import NEWEST
 
 NAMES = sorted(path.stem for path in Path(catalog.__file__).parent.glob("*.json"))
 CAPABILITIES = {"a100": 80, "l40s": 89, "h100": 90, "h200": 90, "b200": 100, "rtx-pro-6000": 120}
@@ -86,7 +87,7 @@ def test_another_product_is_not_suggested(name: str, meant: str) -> None:
 def test_what_status_writes_can_be_read(tmp_path: Path) -> None:
     file = tmp_path / "status.json"
     file.write_bytes(
-        msgspec.json.encode({"vllm": "0.33.0", "device": catalog.known_device("nvidia-b200"), "active": True})
+        msgspec.json.encode({"vllm": NEWEST, "device": catalog.known_device("nvidia-b200"), "active": True})
     )
     assert catalog.load_device(file) == catalog.known_device("nvidia-b200")
 
@@ -197,8 +198,8 @@ def test_a_cpu_build_of_vllm_counts_as_vllm(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(detect.metadata, "version", version)
     assert detect.installed_packages() == {"vllm": "0.32.0", "torch": "2.13.0+cpu"}
-    installed["vllm"] = "0.33.0"
-    assert detect.installed_packages()["vllm"] == "0.33.0"
+    installed["vllm"] = NEWEST
+    assert detect.installed_packages()["vllm"] == NEWEST
 
 
 def test_without_torch_it_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,13 +24,13 @@ processes either. Humming has up to 43 kernels a product and compiles all of the
 the numbers of rows that the table calls it with, and compiles the kernels that its own configurations have for these
 (`FewKernels`); a row names them under ``rows_of_kernels``.
 
-    python tests/gpu/backend_table.py --scheme wna16 --processes 12 --seconds 280 --json wna16-vllm-0.33.0.json
+    python tests/gpu/backend_table.py --scheme wna16 --processes 12 --seconds 280 --json wna16-vllm-VERSION.json
     python -m pytest -m gpu tests/gpu/test_wna16_backends.py
 
 `--seconds` ends what is late; rows that are ready are kept, and their self-checks timed. Tables of some layers each
 become one:
 
-    python tests/gpu/backend_table.py --scheme wna16 --merge some.json others.json --json wna16-vllm-0.33.0.json
+    python tests/gpu/backend_table.py --scheme wna16 --merge some.json others.json --json wna16-vllm-VERSION.json
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from packaging.version import Version
 
-FOLDER = Path(__file__).parents[1] / "golden" / "h200"
+FOLDER = Path(__file__).parents[1] / "golden"
 
 
-def newest(kind: str) -> Path:
+def newest(kind: str, gpu: str = "h200") -> Path:
     """The file ``KIND-vllm-VERSION.*`` of the newest measured release."""
-    return max(FOLDER.glob(f"{kind}-vllm-*"), key=lambda file: Version(file.stem.rpartition("-")[2]))
+    return max((FOLDER / gpu).glob(f"{kind}-vllm-*"), key=lambda file: Version(file.stem.rpartition("-")[2]))

@@ -19,6 +19,7 @@ from vllm_moe_oracle.measurements import environment, latency_model, lookup
 from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
 from vllm_moe_oracle.oracle.measured_choice import choose_fastest, required_saving
 from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.releases.supported import NEWEST
 from vllm_moe_oracle.settings import Settings
 
 H200 = known_device("nvidia-h200")
@@ -158,7 +159,7 @@ def test_a_large_error_does_not_hide_a_sure_gain() -> None:
 
 
 THERE = environment.Environment(
-    "NVIDIA H200", 90, 132, {"vllm": "0.33.0", "humming-kernels": "0.1.19", "triton": "3.6.0"}, kernels="abc"
+    "NVIDIA H200", 90, 132, {"vllm": NEWEST, "humming-kernels": "0.1.19", "triton": "3.6.0"}, kernels="abc"
 )
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.lib.cases import MXFP8_W8A8, problem
+from vllm_moe_oracle.releases.supported import NEWEST
 
 pytest.importorskip("vllm", reason="what is measured runs through vLLM's modular kernel")
 
@@ -344,7 +345,7 @@ THERE = environment.Environment(
     "NVIDIA H200",
     90,
     132,
-    {"vllm": "0.33.0", "flashinfer-python": "0.7.2", "humming-kernels": "0.1.19", "torch": "2.14.0", "triton": "3.9.0"},
+    {"vllm": NEWEST, "flashinfer-python": "0.7.2", "humming-kernels": "0.1.19", "torch": "2.14.0", "triton": "3.9.0"},
     "580.65",
     "abc",
 )
@@ -373,8 +374,8 @@ def test_hard_differences_void_measurements(changes: dict[str, Any]) -> None:
         {"packages": {"vllm": "0.32.0"}},
         {"packages": {"flashinfer-python": "0.7.2.post1"}},
         {"packages": {"humming-kernels": "0.1.20"}},
-        {"packages": {"vllm": "0.33.0.dev7+gabc1234"}},
-        {"packages": {"vllm": "0.33.0+cu130"}},
+        {"packages": {"vllm": f"{NEWEST}.dev7+gabc1234"}},
+        {"packages": {"vllm": f"{NEWEST}+cu130"}},
         {"packages": {"torch": "2.15.0"}},
         {"packages": {"triton": "3.10.0"}},
         {"driver": "581.1"},
@@ -389,7 +390,7 @@ def test_soft_differences_do_not(changes: dict[str, Any]) -> None:
 def test_what_is_not_known_is_not_compared() -> None:
     assert differs() == environment.Differences((), ())
     assert differs(driver="", kernels="", sm_count=0) == environment.Differences((), ())
-    without = msgspec.structs.replace(THERE, packages={"vllm": "0.33.0"})
+    without = msgspec.structs.replace(THERE, packages={"vllm": NEWEST})
     assert environment.differences(THERE, without) == environment.Differences((), ())
 
 

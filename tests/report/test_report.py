@@ -26,6 +26,7 @@ from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import model_shapes, profile
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
+from vllm_moe_oracle.releases.supported import NEWEST
 from vllm_moe_oracle.report import html_report, page_data, plots
 from vllm_moe_oracle.settings import Settings, load
 
@@ -211,7 +212,7 @@ def test_stock_s_times_are_shipped() -> None:
     assert len(beside) >= 36 and all(each.stock["stock:auto"] for each in beside)
     refused = [each for each in content.panels if "stock:auto" in each.failures]
     assert {each.name for each in refused} >= {"mxfp8:gpt-oss-20b", "int4_g32:gpt-oss-120b"}
-    table = (golden_files.FOLDER / "choice.md").read_text(encoding="utf-8")
+    table = (golden_files.FOLDER / "h200" / "choice.md").read_text(encoding="utf-8")
     own_run = table.partition("Layers whose shipped times are from another run")[2].partition("\n\nLayers")[0]
     h200 = [each for each in content.panels if each.environment.startswith("NVIDIA H200,")]
     figures = dict(html_report.headline_figures(h200))
@@ -358,7 +359,7 @@ def test_a_server_s_decisions_and_reasons_are_shown(tmp_path: Path) -> None:
             {"backend": "trtllm_x", "accepted": False, "reasons": [{"detail": "needs 100", "remedy": "a B200"}]}
         ],
     }
-    server = {"moe_oracle": "1", "vllm": "0.33.0", "device": {"name": "NVIDIA H200"}, "groups": [group]}
+    server = {"moe_oracle": "1", "vllm": NEWEST, "device": {"name": "NVIDIA H200"}, "groups": [group]}
     html = page(write(tmp_path / "d.jsonl", server | {"served": 2, "moe_layers": 3}, server | {"rank": 1, "ranks": 2}))
     assert "2 of 3 MoE layers run through the oracle" in html and "rank 1 of 2" in html
     assert "model.layers.0.mlp.experts and 1 more" in html and "int4" in html
@@ -367,7 +368,7 @@ def test_a_server_s_decisions_and_reasons_are_shown(tmp_path: Path) -> None:
 
 def test_the_last_record_of_a_process_with_a_drafting_layer_is_shown(tmp_path: Path) -> None:
     group = {"problem": {"scheme": {"name": "mxfp8"}}, "decision": {"backend": "x", "why": "static", "explanation": ""}}
-    server = {"moe_oracle": "1", "vllm": "0.33.0", "device": {"name": "NVIDIA H200"}, "host": "here"}
+    server = {"moe_oracle": "1", "vllm": NEWEST, "device": {"name": "NVIDIA H200"}, "host": "here"}
     loads = [
         server
         | {"process": process, "served": count, "moe_layers": count}
@@ -575,7 +576,8 @@ def test_a_browser_shows_it_in_both_themes_and_on_a_phone(tmp_path: Path) -> Non
             view.on("request", lambda request, asked=asked: asked.append(request.url))
             view.goto(html.as_uri())
             assert said == [] and asked == [html.as_uri()]
-            assert view.title() == "MoE kernels on NVIDIA H200, vLLM 0.33.0: measured"
+            release = ENVIRONMENT["packages"]["vllm"]
+            assert view.title() == f"MoE kernels on NVIDIA H200, vLLM {release}: measured"
             # Text, in the page and in its plots, as it is drawn: its color against the background that is under it.
             colors = view.evaluate(
                 """() => {

@@ -337,6 +337,9 @@ DRILLS: Mapping[str, Drill] = {
             "a row of the table of releases is stale": _stale_row_of_the_table,
             "the workflow's list is stale": edit(".github/workflows/ci.yml", f', "{_next_release()}"]', "]"),
             "the releases are out of order": _releases_out_of_order,
+            "a script names the release": edit(
+                "examples/setup.sh", "# vLLM asks for", f"# vLLM {_next_release()} asks for"
+            ),
             "a module compares with the release": edit(
                 f"{PACKAGE}/oracle/selection.py",
                 "\nfrom __future__ import annotations\n",

@@ -25,10 +25,11 @@ from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.errors import CheckpointError, NoBackendError
+from vllm_moe_oracle.releases.supported import NEWEST
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "evidence.json"
 GPUS = ("h200", "h100")
-RELEASES = ("0.27.1", "0.31.0", "0.33.0")
+RELEASES = ("0.27.1", "0.31.0", NEWEST)
 RANKS = tuple((tp, ep) for tp in (1, 2, 4, 8) for ep in (False, True) if tp > 1 or not ep)
 _MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
 FORMATS: dict[str, dict[str, Any]] = {

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-PATH = Path(__file__).parents[1] / "golden" / "h100" / "ranks-vllm-0.33.0.json"
+from tests.lib import golden_files
+
+PATH = golden_files.newest("ranks", "h100")
 CASES = {
     "tensor parallel 2": ("tp2", "prefix caching", "chunked prefill", "async scheduling"),
     "tensor parallel 2, whole experts on each rank": ("tp2 ep", "reload, ep", "eplb"),

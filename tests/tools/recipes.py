@@ -17,7 +17,7 @@ from typing import Any
 from tests.lib import golden_files
 from tests.tools import serving_tables
 from vllm_moe_oracle.measurements import model_shapes
-from vllm_moe_oracle.releases.supported import NEWEST
+from vllm_moe_oracle.releases.supported import NEWEST, RELEASES
 from vllm_moe_oracle.report import html_report, page_data
 from vllm_moe_oracle.report.page_data import LayerPanel
 from vllm_moe_oracle.settings import load
@@ -68,7 +68,7 @@ def recipe(family: str) -> str:
         "own for Hopper GPUs. Stock vLLM keeps everything else.",
         "",
         "```",
-        f"pip install vllm-moe-oracle     # beside vLLM 0.22.1 to {NEWEST}; replaces neither vLLM nor torch",
+        f"pip install vllm-moe-oracle     # beside vLLM {RELEASES[0]} to {NEWEST}; replaces neither vLLM nor torch",
         *_serve_lines(rows),
         "```",
         "",

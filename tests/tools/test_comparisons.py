@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.lib import golden_files
 from tests.tools import comparisons
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import profile
 from vllm_moe_oracle.measurements.bench_records import STOCK_DEFAULT
+from vllm_moe_oracle.releases.supported import NEWEST
 
 
 def test_the_shipped_files_are_those_of_the_benchmarks() -> None:
@@ -37,13 +39,13 @@ def test_every_time_of_stock_is_a_committed_one() -> None:
 
 
 def test_of_several_runs_the_last_one_counts(tmp_path: Path) -> None:
-    source = comparisons.GOLDEN / "h200" / "choice-5-vllm-0.33.0.jsonl"
+    source = golden_files.newest("choice-5")
     head, *lines = source.read_text().splitlines()
     again = [json.loads(line) for line in lines]
     for record in again:
         record["us"][STOCK_DEFAULT] = 123.0
         record["quartiles"][STOCK_DEFAULT] = [122.0, 124.0]
-    later = tmp_path / "choice-10-vllm-0.33.0.jsonl"
+    later = tmp_path / f"choice-10-vllm-{NEWEST}.jsonl"
     later.write_text("\n".join([head, *map(json.dumps, again)]))
     for given in ([source, later], [later, source]):
         ((_, found),) = comparisons.runs(given).items()
@@ -53,11 +55,11 @@ def test_of_several_runs_the_last_one_counts(tmp_path: Path) -> None:
 
 
 def test_a_later_run_keeps_the_numbers_of_tokens_it_lacks(tmp_path: Path) -> None:
-    source = comparisons.GOLDEN / "h200" / "choice-5-vllm-0.33.0.jsonl"
+    source = golden_files.newest("choice-5")
     head, *lines = source.read_text().splitlines()
     again = json.loads(lines[0])
     again["us"][STOCK_DEFAULT], again["quartiles"][STOCK_DEFAULT] = 123.0, [122.0, 124.0]
-    later = tmp_path / "choice-10-vllm-0.33.0.jsonl"
+    later = tmp_path / f"choice-10-vllm-{NEWEST}.jsonl"
     later.write_text("\n".join([head, json.dumps(again)]))
     ((_, found),) = comparisons.runs([source, later]).items()
     (entry,) = comparisons.comparison(found).entries
@@ -72,12 +74,12 @@ def test_a_later_run_keeps_the_numbers_of_tokens_it_lacks(tmp_path: Path) -> Non
     [({"routing": "skewed"}, "only uniform"), ({"environment": {"driver": "1"}}, "different conditions")],
 )
 def test_runs_that_cannot_be_one_file_are_refused(tmp_path: Path, change: dict[str, object], words: str) -> None:
-    source = comparisons.GOLDEN / "h200" / "choice-5-vllm-0.33.0.jsonl"
+    source = golden_files.newest("choice-5")
     head, *lines = source.read_text().splitlines()
     data = json.loads(head)
     for name, value in change.items():
         data["conditions"][name] = {**data["conditions"][name], **value} if isinstance(value, dict) else value
-    other = tmp_path / "choice-6-vllm-0.33.0.jsonl"
+    other = tmp_path / f"choice-6-vllm-{NEWEST}.jsonl"
     other.write_text("\n".join([json.dumps(data), *lines]))
     ((_, found),) = comparisons.runs([source, other]).items()
     with pytest.raises(ValueError, match=words):

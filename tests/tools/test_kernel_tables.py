@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.tools import kernel_tables
+from vllm_moe_oracle.releases.supported import NEWEST
 
-CONDITIONS = {"gpu": "NVIDIA H200", "driver": "580", "packages": {"vllm": "0.33.0"}, "method": "graphs", "command": "c"}
+CONDITIONS = {"gpu": "NVIDIA H200", "driver": "580", "packages": {"vllm": NEWEST}, "method": "graphs", "command": "c"}
 
 
 def lines(*records: dict[str, Any], **changes: Any) -> list[str]:

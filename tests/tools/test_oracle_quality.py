@@ -14,6 +14,7 @@ from vllm_moe_oracle import settings
 from vllm_moe_oracle.devices import catalog
 from vllm_moe_oracle.measurements import model_shapes, profile
 from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
+from vllm_moe_oracle.releases.supported import NEWEST
 
 
 def record(tokens: int, **us: float) -> str:
@@ -22,7 +23,7 @@ def record(tokens: int, **us: float) -> str:
 
 
 CONDITIONS = json.dumps(
-    {"conditions": {"gpu": "NVIDIA H200", "driver": "", "packages": {"vllm": "0.33.0", "humming-kernels": "0.1.19"}}}
+    {"conditions": {"gpu": "NVIDIA H200", "driver": "", "packages": {"vllm": NEWEST, "humming-kernels": "0.1.19"}}}
 )
 
 

@@ -25,7 +25,7 @@ def served(folder: Path, model: str, verdict: str = "better") -> Path:
     names = ("name", "unit", "stock", "plugin", "ratio", "verdict", "concurrency")
     metrics = [dict(zip(names, row, strict=True)) for row in rows]
     data = {
-        "model": model, "packages": {"vllm": "0.33.0"}, "turns": 5, "turns_measured": 3, "metrics": metrics,
+        "model": model, "packages": {"vllm": NEWEST}, "turns": 5, "turns_measured": 3, "metrics": metrics,
         "options": ["--load-format", "dummy"],
         "loads": [
             {"prompts": 200, "input_len": 512, "output_len": 128, "concurrency": each, "seed": 0} for each in (16, 64)
@@ -67,12 +67,12 @@ def test_what_noise_covers_is_no_gain() -> None:
 def test_a_second_gpu_appears(monkeypatch: pytest.MonkeyPatch) -> None:
     own = tuple(each for each in recipes.panels() if each.environment.startswith("NVIDIA H200"))
     monkeypatch.setattr(recipes, "panels", lambda: own)
-    others = tuple(dataclasses.replace(each, environment="NVIDIA H100, vLLM 0.33.0") for each in own[:4])
+    others = tuple(dataclasses.replace(each, environment=f"NVIDIA H100, vLLM {NEWEST}") for each in own[:4])
     before = page_one.gain()
     monkeypatch.setattr(recipes, "panels", lambda: own + others)
     text = page_one.gain()
     assert "No other GPU has been measured" in before and "No other GPU" not in text
-    assert "On NVIDIA H100, vLLM 0.33.0, MoE layers run" in text.replace("\n", " ")
+    assert f"On NVIDIA H100, vLLM {NEWEST}, MoE layers run" in text.replace("\n", " ")
 
 
 def test_what_decides_is_what_the_oracle_says() -> None:

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="the extra plot")
 
 from tests.tools import readme_plots
+from vllm_moe_oracle.releases.supported import NEWEST
 from vllm_moe_oracle.report import plots
 
 
@@ -39,7 +40,7 @@ def test_a_stale_picture_is_noticed(found: readme_plots.Gains, monkeypatch: pyte
 @pytest.mark.parametrize("theme", readme_plots.THEMES)
 def test_a_picture_is_in_the_colors_of_its_theme_and_says_its_figures(found: readme_plots.Gains, theme: str) -> None:
     counts = {1: [2.0, 0.5], 8: [1.5]}
-    drawn = readme_plots.draw({**found, "mxfp4": {"NVIDIA H200, vLLM 0.33.0": counts, "another GPU": counts}}, theme)
+    drawn = readme_plots.draw({**found, "mxfp4": {f"NVIDIA H200, vLLM {NEWEST}": counts, "another GPU": counts}}, theme)
     width = float(ElementTree.fromstring(drawn).attrib["viewBox"].split()[2])
     # On a telephone the picture is 400 pixels wide.
     sizes = [float(each) * 400 / width for each in re.findall(r"font(?:-size)?: ?(?:\w+ )?([\d.]+)px", drawn)]

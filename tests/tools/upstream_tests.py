@@ -4,12 +4,12 @@
 
 SOURCES is a folder or an archive (.tar.gz) of the sources of vLLM's installed release, which its wheel does not have:
 
-    curl -LO https://github.com/vllm-project/vllm/archive/refs/tags/v0.32.0.tar.gz
+    curl -LO https://github.com/vllm-project/vllm/archive/refs/tags/v$RELEASE.tar.gz
 
 or, from a package registry, the source distribution (it needs setuptools-scm and setuptools-rust installed):
 
-    VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.32.0 \\
-        pip download --no-deps --no-build-isolation --no-binary vllm vllm==0.32.0
+    VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$RELEASE \\
+        pip download --no-deps --no-build-isolation --no-binary vllm vllm==$RELEASE
 
 vLLM's tests need tblib, pytest-asyncio and soundfile. Tests that need a GPU or a download are skipped or fail, equally
 in both runs. A test that ends or blocks its process counts as crashed, and the run goes on with the next one; so does a
