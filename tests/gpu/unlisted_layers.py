@@ -25,24 +25,24 @@ from vllm_moe_oracle.settings import Settings
 
 COUNTS = (1, 3, 8, 16, 48, 128, 300, 512, 1500, 4096, 8192)
 
-_SILU = Activation("silu")
-_GPT_OSS = Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0, interleaved=True)
+SILU = Activation("silu")
+SWIGLUOAI = Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0, interleaved=True)
 
 
-def _integers(bits: int, group: int, packing: str = "compressed-tensors", **more: object) -> Scheme:
+def integers(bits: int, group: int, packing: str = "compressed-tensors", **more: object) -> Scheme:
     return Scheme("wna16", bits, group, packing, **more)  # type: ignore[arg-type]
 
 
 MXFP8 = Scheme("mxfp8", 8, 32, "modelopt", activations="mxfp8")
 MXFP4 = Scheme("mxfp4", 4, 32, "compressed-tensors")
 GPT_OSS = Scheme("mxfp4", 4, 32, "gpt_oss")
-INT4 = _integers(4, 128)
-AWQ = _integers(4, 128, "awq", zero_points=True)
+INT4 = integers(4, 128)
+AWQ = integers(4, 128, "awq", zero_points=True)
 
 
-def _layer(
+def layer_of(
     name: str, scheme: Scheme, experts: int, top_k: int, hidden: int, inner: int, ep: int = 1, tp: int = 1,
-    activation: Activation = _SILU, **more: object,
+    activation: Activation = SILU, **more: object,
 ) -> Problem:  # fmt: skip
     """A layer on one of `ep` expert-parallel or `tp` tensor-parallel ranks; `inner` is one rank's."""
     return Problem(
@@ -53,51 +53,59 @@ def _layer(
 
 
 LAYERS = (
-    _layer("int4_g128:qwen3-30b-a3b@ep4", INT4, 128, 8, 2048, 768, ep=4),
-    _layer("mxfp4:gpt-oss-120b@ep4", GPT_OSS, 128, 4, 2880, 2880, ep=4, activation=_GPT_OSS, has_bias=True),
-    _layer("mxfp8:qwen3-235b-a22b@ep8", MXFP8, 128, 8, 4096, 1536, ep=8),
-    _layer("awq:qwen3-30b-a3b", AWQ, 128, 8, 2048, 768),
-    _layer("awq:deepseek-v3@ep8", AWQ, 256, 8, 7168, 2048, ep=8),
-    _layer("gptq-act-order:qwen3-30b-a3b", _integers(4, 128, "gptq", act_order="group"), 128, 8, 2048, 768),
-    _layer("int8_g128:phi-3.5-moe@tp2", _integers(8, 128), 16, 2, 4096, 3200, tp=2),
-    _layer("int4_g128:olmoe fp16", INT4, 64, 8, 2048, 1024, dtype="float16"),
-    _layer("mxfp8:olmoe", MXFP8, 64, 8, 2048, 1024),
-    _layer("mxfp4:olmoe", MXFP4, 64, 8, 2048, 1024),
-    _layer("int4_g128:llama-4-scout@tp4", INT4, 16, 1, 5120, 2048, tp=4),
-    _layer("mxfp8:deepseek-v2-lite", MXFP8, 64, 6, 2048, 1408),
-    _layer("awq:deepseek-v2-lite", AWQ, 64, 6, 2048, 1408),
-    _layer("int4_g32:granite-3b-moe", _integers(4, 32), 40, 8, 1536, 512),
-    _layer("mxfp4:ernie-4.5-21b", MXFP4, 64, 6, 2560, 1536),
-    _layer("mxfp8:hunyuan-a13b@tp2", MXFP8, 64, 8, 4096, 1536, tp=2),
-    _layer("int4_g128:dbrx@tp4", INT4, 16, 4, 6144, 2688, tp=4),
-    _layer("mxfp4:kimi-k2@ep8", MXFP4, 384, 8, 7168, 2048, ep=8),
-    _layer("int4_g32:kimi-k2@ep8", _integers(4, 32), 384, 8, 7168, 2048, ep=8),
-    _layer("mxfp8:glm-4.5@ep4", MXFP8, 160, 8, 5120, 1536, ep=4),
-    _layer("int4_g128:qwen1.5-moe", INT4, 60, 4, 2048, 1408),
-    _layer("mxfp8:minimax-m2@ep8", MXFP8, 256, 8, 3072, 1536, ep=8),
-    _layer("int4_g64:glm-4.5-air@tp2", _integers(4, 64), 128, 8, 4096, 704, tp=2),
-    _layer("mxfp8:qwen3-next", MXFP8, 512, 10, 2048, 512),
-    _layer("mxfp4:gpt-oss-20b@ep2", GPT_OSS, 32, 4, 2880, 2880, ep=2, activation=_GPT_OSS, has_bias=True),
-    _layer("int8_channel:qwen3-30b-a3b", _integers(8, -1), 128, 8, 2048, 768),
-    _layer("mxfp8:qwen3-30b-a3b fp16", MXFP8, 128, 8, 2048, 768, dtype="float16"),
-    _layer("mxfp4:qwen3-235b-a22b@tp4", MXFP4, 128, 8, 4096, 384, tp=4),
-    _layer("awq:mixtral-8x22b@tp4", AWQ, 8, 2, 6144, 4096, tp=4),
-    _layer("int4_g128:qwen3-coder-480b@ep8", INT4, 160, 8, 6144, 2560, ep=8),
-    _layer("int4_g128:mixtral-8x7b@ep8", INT4, 8, 2, 4096, 14336, ep=8),
-    _layer("mxfp8:mixtral-8x7b@ep4", MXFP8, 8, 2, 4096, 14336, ep=4),
-    _layer("mxfp4:mixtral-8x7b@ep8", MXFP4, 8, 2, 4096, 14336, ep=8),
-    _layer("awq:mixtral-8x7b@ep4", AWQ, 8, 2, 4096, 14336, ep=4),
-    _layer("mxfp8:qwen3-235b-a22b@ep2", MXFP8, 128, 8, 4096, 1536, ep=2),
-    _layer("int4_g128:qwen3-235b-a22b@ep2", INT4, 128, 8, 4096, 1536, ep=2),
-    _layer("int4_g32:kimi-k2@ep2", _integers(4, 32), 384, 8, 7168, 2048, ep=2),
-    _layer("mxfp4:gpt-oss-120b@ep2", GPT_OSS, 128, 4, 2880, 2880, ep=2, activation=_GPT_OSS, has_bias=True),
-    _layer("mxfp8:qwen3-235b-a22b@tp2", MXFP8, 128, 8, 4096, 768, tp=2),
-    _layer("int4_g128:qwen3-235b-a22b@tp2", INT4, 128, 8, 4096, 768, tp=2),
-    _layer("int4_g32:kimi-k2@tp2", _integers(4, 32), 384, 8, 7168, 1024, tp=2),
-    _layer("mxfp8:qwen3-30b-a3b@ep2", MXFP8, 128, 8, 2048, 768, ep=2),
-    _layer("int4_g128:qwen3-30b-a3b@ep2", INT4, 128, 8, 2048, 768, ep=2),
-    _layer("mxfp8:glm-4.5-air@ep4", MXFP8, 128, 8, 4096, 1408, ep=4),
-    _layer("int4_g128:deepseek-v3@ep8", INT4, 256, 8, 7168, 2048, ep=8),
+    layer_of("int4_g128:qwen3-30b-a3b@ep4", INT4, 128, 8, 2048, 768, ep=4),
+    layer_of("mxfp4:gpt-oss-120b@ep4", GPT_OSS, 128, 4, 2880, 2880, ep=4, activation=SWIGLUOAI, has_bias=True),
+    layer_of("mxfp8:qwen3-235b-a22b@ep8", MXFP8, 128, 8, 4096, 1536, ep=8),
+    layer_of("awq:qwen3-30b-a3b", AWQ, 128, 8, 2048, 768),
+    layer_of("awq:deepseek-v3@ep8", AWQ, 256, 8, 7168, 2048, ep=8),
+    layer_of("gptq-act-order:qwen3-30b-a3b", integers(4, 128, "gptq", act_order="group"), 128, 8, 2048, 768),
+    layer_of("int8_g128:phi-3.5-moe@tp2", integers(8, 128), 16, 2, 4096, 3200, tp=2),
+    layer_of("int4_g128:olmoe fp16", INT4, 64, 8, 2048, 1024, dtype="float16"),
+    layer_of("mxfp8:olmoe", MXFP8, 64, 8, 2048, 1024),
+    layer_of("mxfp4:olmoe", MXFP4, 64, 8, 2048, 1024),
+    layer_of("int4_g128:llama-4-scout@tp4", INT4, 16, 1, 5120, 2048, tp=4),
+    layer_of("mxfp8:deepseek-v2-lite", MXFP8, 64, 6, 2048, 1408),
+    layer_of("awq:deepseek-v2-lite", AWQ, 64, 6, 2048, 1408),
+    layer_of("int4_g32:granite-3b-moe", integers(4, 32), 40, 8, 1536, 512),
+    layer_of("mxfp4:ernie-4.5-21b", MXFP4, 64, 6, 2560, 1536),
+    layer_of("mxfp8:hunyuan-a13b@tp2", MXFP8, 64, 8, 4096, 1536, tp=2),
+    layer_of("int4_g128:dbrx@tp4", INT4, 16, 4, 6144, 2688, tp=4),
+    layer_of("mxfp4:kimi-k2@ep8", MXFP4, 384, 8, 7168, 2048, ep=8),
+    layer_of("int4_g32:kimi-k2@ep8", integers(4, 32), 384, 8, 7168, 2048, ep=8),
+    layer_of("mxfp8:glm-4.5@ep4", MXFP8, 160, 8, 5120, 1536, ep=4),
+    layer_of("int4_g128:qwen1.5-moe", INT4, 60, 4, 2048, 1408),
+    layer_of("mxfp8:minimax-m2@ep8", MXFP8, 256, 8, 3072, 1536, ep=8),
+    layer_of("int4_g64:glm-4.5-air@tp2", integers(4, 64), 128, 8, 4096, 704, tp=2),
+    layer_of("mxfp8:qwen3-next", MXFP8, 512, 10, 2048, 512),
+    layer_of("mxfp4:gpt-oss-20b@ep2", GPT_OSS, 32, 4, 2880, 2880, ep=2, activation=SWIGLUOAI, has_bias=True),
+    layer_of("int8_channel:qwen3-30b-a3b", integers(8, -1), 128, 8, 2048, 768),
+    layer_of("mxfp8:qwen3-30b-a3b fp16", MXFP8, 128, 8, 2048, 768, dtype="float16"),
+    layer_of("mxfp4:qwen3-235b-a22b@tp4", MXFP4, 128, 8, 4096, 384, tp=4),
+    layer_of("awq:mixtral-8x22b@tp4", AWQ, 8, 2, 6144, 4096, tp=4),
+    layer_of("int4_g128:qwen3-coder-480b@ep8", INT4, 160, 8, 6144, 2560, ep=8),
+    layer_of("int4_g128:mixtral-8x7b@ep8", INT4, 8, 2, 4096, 14336, ep=8),
+    layer_of("mxfp8:mixtral-8x7b@ep4", MXFP8, 8, 2, 4096, 14336, ep=4),
+    layer_of("mxfp4:mixtral-8x7b@ep8", MXFP4, 8, 2, 4096, 14336, ep=8),
+    layer_of("awq:mixtral-8x7b@ep4", AWQ, 8, 2, 4096, 14336, ep=4),
+    layer_of("mxfp8:qwen3-235b-a22b@ep2", MXFP8, 128, 8, 4096, 1536, ep=2),
+    layer_of("int4_g128:qwen3-235b-a22b@ep2", INT4, 128, 8, 4096, 1536, ep=2),
+    layer_of("int4_g32:kimi-k2@ep2", integers(4, 32), 384, 8, 7168, 2048, ep=2),
+    layer_of("mxfp4:gpt-oss-120b@ep2", GPT_OSS, 128, 4, 2880, 2880, ep=2, activation=SWIGLUOAI, has_bias=True),
+    layer_of("mxfp8:qwen3-235b-a22b@tp2", MXFP8, 128, 8, 4096, 768, tp=2),
+    layer_of("int4_g128:qwen3-235b-a22b@tp2", INT4, 128, 8, 4096, 768, tp=2),
+    layer_of("int4_g32:kimi-k2@tp2", integers(4, 32), 384, 8, 7168, 1024, tp=2),
+    layer_of("mxfp8:qwen3-30b-a3b@ep2", MXFP8, 128, 8, 2048, 768, ep=2),
+    layer_of("int4_g128:qwen3-30b-a3b@ep2", INT4, 128, 8, 2048, 768, ep=2),
+    layer_of("mxfp8:glm-4.5-air@ep4", MXFP8, 128, 8, 4096, 1408, ep=4),
+    layer_of("int4_g128:deepseek-v3@ep8", INT4, 256, 8, 7168, 2048, ep=8),
+    layer_of("int4_g128:dbrx@ep8", INT4, 16, 4, 6144, 10752, ep=8),
+    layer_of("mxfp8:mixtral-8x22b@ep8", MXFP8, 8, 2, 6144, 16384, ep=8),
+    layer_of("mxfp4:phi-3.5-moe@ep8", MXFP4, 16, 2, 4096, 6400, ep=8),
+    layer_of("mxfp8:llama-4-scout@ep8", MXFP8, 16, 1, 5120, 8192, ep=8),
+    layer_of("awq:jamba-mini@ep8", AWQ, 16, 2, 4096, 14336, ep=8),
+    layer_of("int4_g128:mixtral-8x7b@ep4", INT4, 8, 2, 4096, 14336, ep=4),
+    layer_of("mxfp4:mixtral-8x22b@ep4", MXFP4, 8, 2, 6144, 16384, ep=4),
+    layer_of("mxfp8:phi-3.5-moe@ep8", MXFP8, 16, 2, 4096, 6400, ep=8),
 )
 
 

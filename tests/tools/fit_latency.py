@@ -2,7 +2,7 @@
 
     python -m tests.tools.fit_latency            prints the errors
     python -m tests.tools.fit_latency --write    also writes profiles/latency_model.json; takes some minutes
-    python -m tests.tools.fit_latency --holdout  fits the shipped profiles only, and decides the unlisted layers by that
+    python -m tests.tools.fit_latency --holdout  fits the layers of shapes.json only, and decides the others by that
 
     python -m tests.tools.fit_latency --transfer fits the times of one GPU only, and predicts those of the others
     python -m tests.tools.fit_latency --families leaves out one model family after the other, and decides its layers by
@@ -41,6 +41,7 @@ from vllm_moe_oracle.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 UNLISTED = sorted((ROOT / "tests/golden/h200").glob("unlisted-*.jsonl"))
+UNLISTED_SHAPES = frozenset(map(kernel_shape_of, LAYERS))
 GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 """GPUs whose times are fitted. The parameters are those of the first."""
 FLAGS = tuple(model.layer_flags(kernel_shape_of(LAYERS[0])))
@@ -80,25 +81,31 @@ class Row(NamedTuple):
 
 
 def read_rows(unlisted: bool = True, gpus: Sequence[str] = GPUS) -> list[Row]:
-    rows = []
+    """The measured times of some GPUs, each once: a profile may have taken the times of a benchmark.
+
+    Args:
+        unlisted: also those of layers that shapes.json does not list, wherever they stand.
+        gpus: their names.
+    """
+    rows: dict[tuple[str, KernelShape, str, int], Row] = {}
+
+    def add(row: Row) -> None:
+        if _is_fitted(row.shape) and (unlisted or row.shape not in UNLISTED_SHAPES):
+            rows.setdefault((row.gpu, row.shape, row.backend, row.tokens), row)
+
     for each in profile.shipped():
         if each.environment.gpu not in gpus:
             continue
         for entry in each.entries:
-            if not _is_fitted(entry.kernel_shape):
-                continue
             for name, times in entry.backends.items():
                 for tokens, (us, *_) in times.times.get("uniform", {}).items():
-                    rows.append(Row(entry.kernel_shape, name, int(tokens), us, times.router, each.environment.gpu))
-    for path in UNLISTED if unlisted and GPUS[0] in gpus else ():
+                    add(Row(entry.kernel_shape, name, int(tokens), us, times.router, each.environment.gpu))
+    for path in UNLISTED if GPUS[0] in gpus else ():
         for shape, samples in read_samples(path)[2].items():
-            if not _is_fitted(shape):
-                continue
-            timed = [each for each in samples if not each.failure]
-            rows += [Row(shape, each.backend, each.tokens, each.us, each.router) for each in timed]
-    # A benchmark whose times a profile has taken would count twice.
-    found = {(row.gpu, row.shape, row.backend, row.tokens): row for row in reversed(rows)}
-    return list(reversed(found.values()))
+            for sample in samples:
+                if not sample.failure:
+                    add(Row(shape, sample.backend, sample.tokens, sample.us, sample.router))
+    return list(rows.values())
 
 
 def _is_fitted(shape: KernelShape) -> bool:
@@ -335,12 +342,6 @@ def _device(found: model.LatencyModel, gpu: str) -> Device:
     return Device("cuda", spec.name, spec.capability, spec.sm_count, spec.memory_gib, packages=packages)
 
 
-@cache
-def _unlisted_rows() -> list[Row]:
-    listed = set(read_rows(unlisted=False))
-    return [row for row in read_rows() if row not in listed]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
@@ -349,7 +350,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--families", action="store_true")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    # Of the unlisted layers some are in another GPU's profile.
     gpus = GPUS[:1] if options.transfer or options.holdout else GPUS
     rows = read_rows(unlisted=not options.holdout, gpus=gpus)
     shapes = {row.shape for row in rows}
@@ -366,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         backends=fit_all(rows),
     )
     if options.holdout:
-        report(compare_choices(found, LAYERS, _unlisted_rows(), GPUS[0]))
+        report(compare_choices(found, LAYERS, read_rows(gpus=gpus), GPUS[0]))
     elif options.families:
         report_families(found, rows)
     elif options.transfer:

@@ -80,15 +80,16 @@ def main(arguments: list[str] | None = None) -> int:
         if not shipped:
             print(f"{file}: no profile of {environment.gpu} is shipped", file=sys.stderr)
             return 1
-        for path, own in by_profile(shipped, new).items():
-            try:
-                made = merged(shipped[path], environment, own)
-            except ValueError as error:
-                print(f"{file}: {error}", file=sys.stderr)
-                return 1
-            profile.write(made, path)
-            taken = sum(not each.failure for found in own.values() for each in found)
-            print(f"{path.name}: {taken} times of {len(own)} layers")
+        parts = by_profile(shipped, new)
+        try:
+            made = {path: merged(shipped[path], environment, own) for path, own in parts.items()}
+        except ValueError as error:
+            print(f"{file}: {error}", file=sys.stderr)
+            return 1
+        for path, each in made.items():
+            profile.write(each, path)
+            taken = sum(not sample.failure for found in parts[path].values() for sample in found)
+            print(f"{path.name}: {taken} times of {len(parts[path])} layers")
     return 0
 
 

@@ -90,9 +90,13 @@ def recipe(family: str) -> str:
 
 
 def _serve_lines(rows: Sequence[LayerPanel]) -> list[str]:
-    """How the models are served with the smallest measured number of ranks: those whose repository can be, by name."""
+    """How the models are served with the smallest measured number of ranks: those whose repository can be, by name.
+
+    Shards that nobody serves are timed, too: a model over so few ranks may have no room on them.
+    """
     found: dict[str, int] = {}
-    for panel in rows:
+    served = {each.layer for each in model_shapes.served_problems()}
+    for panel in (each for each in rows if each.name in served):
         shape = model_shapes.find(panel.name)
         assert shape is not None, panel.name
         scheme, ranks = panel.name.partition(":")[0], int(panel.name.partition("@tp")[2] or 1)

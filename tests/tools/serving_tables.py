@@ -24,9 +24,14 @@ from typing import Any
 
 from tests.gpu import unlisted_layers
 from tests.lib import golden_files
-from vllm_moe_oracle.measurements import model_shapes, profile
+from tests.tools import merge_times
+from vllm_moe_oracle.core.problem import Device
+from vllm_moe_oracle.devices.catalog import find_spec
+from vllm_moe_oracle.measurements import model_shapes
 from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
 from vllm_moe_oracle.oracle.measured_choice import LatencyCurve
+from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = golden_files.newest("serve")
@@ -37,21 +42,19 @@ RANKS = golden_files.newest("serve-ranks")
 RANKS_MARK = "serving over ranks"
 RESOLVED = 10
 """A step over ranks is shown if it is more than so many times its noise: medians are of two."""
-RANKS_CELLS = {
-    "gpt-oss-120b": ("mxfp4:gpt-oss-120b", "triton_mxfp4_monolithic"),
-    "kimi-k2": ("int4_g32:kimi-k2", "humming_wna16"),
-    "qwen3-235b-mxfp8": ("mxfp8:qwen3-235b-a22b", "humming_mxfp8"),
-    "qwen3-235b-gptq": ("int4_g128:qwen3-235b-a22b", "humming_wna16"),
-}
-"""The layers of each model that is served over ranks, and stock's kernel; Humming's own with expert parallelism is
-``_grouped``."""
+ROUTING = golden_files.newest("serve-routing")
+ROUTING_MARK = "serving by routing"
 
 CELLS = {
     "qwen3-mxfp8": "mxfp8:qwen3-30b-a3b",
     "qwen3-gptq": "int4_g128:qwen3-30b-a3b",
     "gpt-oss": "mxfp4:gpt-oss-20b",
+    "gpt-oss-120b": "mxfp4:gpt-oss-120b",
+    "qwen3-235b-mxfp8": "mxfp8:qwen3-235b-a22b",
+    "qwen3-235b-gptq": "int4_g128:qwen3-235b-a22b",
+    "kimi-k2": "int4_g32:kimi-k2",
 }
-"""The kernels' cell of each model's layers."""
+"""The kernels' cell of each model's layers; over ranks with ``@tpN`` or ``@epN``."""
 
 KEPT = (
     "mode", "start_seconds", "decode_ms", "noise_ms", "tokens_per_second", "prefill_tokens_per_second", "served",
@@ -73,14 +76,18 @@ def golden(runs: list[dict[str, Any]]) -> dict[str, Any]:
     for run in runs:
         if {name: run["conditions"][name] for name in shared} != conditions:
             raise ValueError(f"runs under different conditions: {conditions} and {run['conditions']}")
-        command = " ".join(word for word in run["conditions"]["command"].split() if "/tmp" not in word)
         for model, rows in run["models"].items():
             models[model] = {
-                "command": command.removesuffix(" --json"),
+                "command": _command(run),
                 "decode": run["conditions"]["decode"],  # of how many medians may differ
                 "modes": [_row(row) for row in rows],
             }
     return {"conditions": conditions, "models": models}
+
+
+def _command(run: dict[str, Any]) -> str:
+    """A run's command, without the file of its results."""
+    return str(run["conditions"]["command"]).partition(" --json")[0]
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
@@ -193,7 +200,6 @@ def golden_ranks(runs: list[dict[str, Any]]) -> dict[str, Any]:
     shared = ("device", "vllm", "torch", "ranks", "decode", "prefill")
     rows = []
     for run in runs:
-        command = " ".join(word for word in run["conditions"]["command"].split() if "/" not in word[:5])
         for model, modes in run["models"].items():
             kept = [
                 {name: mode[name] for name in (*KEPT, "routing") if name in mode}
@@ -204,29 +210,33 @@ def golden_ranks(runs: list[dict[str, Any]]) -> dict[str, Any]:
             ]
             if len(kept) == len(modes):
                 parallel = "ep" if run["conditions"]["expert_parallel"] else "tp"
-                rows.append({"model": model, "parallel": parallel, "command": command, "modes": kept})
+                rows.append({"model": model, "parallel": parallel, "command": _command(run), "modes": kept})
     return {"conditions": {name: runs[0]["conditions"][name] for name in shared}, "rows": rows}
 
 
-def saved_by_layers(row: dict[str, Any], batch: int, ranks: int) -> float:
-    """Milliseconds by which a step should be shorter, by the shipped times of the layers on the H200.
+def saved_by_layers(row: dict[str, Any], batch: int, conditions: dict[str, Any]) -> float:
+    """Milliseconds by which a step should be shorter, by the GPU's shipped times of the layers: of the static choice,
+    which is stock's kernel, and of the backend that was chosen.
 
     Args:
         row: of `golden_ranks`.
         batch: tokens of a step.
-        ranks: of the model.
+        conditions: of the runs.
     """
-    cell, stock = RANKS_CELLS[row["model"]]
-    name = f"{cell}@{row['parallel']}{ranks}"
+    name = f"{CELLS[row['model']]}@{row['parallel']}{conditions['ranks']}"
     known = {each.layer: each for each in (*unlisted_layers.LAYERS, *model_shapes.served_problems())}
-    shape = kernel_shape_of(known[name])
+    spec = find_spec(conditions["device"])
+    assert spec is not None
+    packages = {"vllm": conditions["vllm"]}
+    for shipped in merge_times.of_gpu(conditions["device"]).values():
+        packages |= shipped.environment.packages
+    device = Device("cuda", spec.name, spec.capability, spec.sm_count, spec.memory_gib, packages=packages)
+    stock = decide(known[name], device, Settings(cache="none", use_measurements=False)).backend
     times: dict[str, dict[int, float]] = {}
-    for path in ("nvidia_h200.json", "nvidia_h200_bench.json"):
-        for each in profile.read(profile.SHIPPED_FOLDER / path).samples(shape):
+    for shipped in merge_times.of_gpu(conditions["device"]).values():
+        for each in shipped.samples(kernel_shape_of(known[name])):
             if each.routing == "uniform" and not each.failure:
                 times.setdefault(each.backend, {})[each.tokens] = each.us
-    if row["parallel"] == "ep" and stock.startswith("humming"):
-        stock += "_grouped"
     ours = row["modes"][1]
     (backend,) = ours["backends"]
     before, after = (LatencyCurve({"uniform": times[each]}).time_at("uniform", batch) for each in (stock, backend))
@@ -253,11 +263,29 @@ def ranks_table(found: dict[str, Any]) -> str:
                 ]
                 noise = sum(mode["noise_ms"][batch] for mode in both if mode)
                 saved = f"{stock['decode_ms'][batch] - ours['decode_ms'][batch]:+.2f}" if "-" not in cells else "-"
-                aim = f"{saved_by_layers(row, int(batch), ranks):+.2f}" if routing == "uniform" else ""
+                aim = f"{saved_by_layers(row, int(batch), found['conditions']):+.2f}" if routing == "uniform" else ""
                 lines.append(f"| {where} | {routing} | {batch} | {' | '.join(cells)} | {saved} | {noise:.2f} | {aim} |")
             both = [str(mode.get("prefill_tokens_per_second", "-")) for mode in (stock, ours)]
             fills.append(f"| {where} | {routing} | {' | '.join(both)} |")
     return "\n".join([*lines, "", *fills])
+
+
+def routing_table(found: dict[str, Any], kernels: dict[str, Any]) -> str:
+    """The GPU's own time of a step by what routers do, stock beside the plugin."""
+    lines = [
+        "| model | routing | batch | GPU ms of a step, stock | with the plugin | shorter by | the kernels predict |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model, modes in found["models"].items():
+        stock, ours = ({"given": mode["inside"], **mode["inside"]["routing"]} for mode in modes)
+        (backend,) = modes[1]["backends"]
+        for routing, times in stock.items():
+            for batch, before in times["busy_ms"].items():
+                after = ours[routing]["busy_ms"][batch]
+                aim = predicted_ms(kernels, model, batch, found["conditions"]["layers"], backend)
+                cells = f"{before:.3f} | {after:.3f} | {before - after:+.3f} | {aim:+.3f}"
+                lines.append(f"| {model} | {routing} | {batch} | {cells} |")
+    return "\n".join(lines)
 
 
 def with_table(readme: str, text: str, mark: str = MARK) -> str:
@@ -289,6 +317,8 @@ def main() -> None:
         GOLDEN.write_text(json.dumps(made, indent=1) + "\n")
     text = with_table(README.read_text(), table(json.loads(GOLDEN.read_text()), json.loads(KERNELS.read_text())))
     text = with_table(text, ranks_table(json.loads(RANKS.read_text())), RANKS_MARK)
+    by_routing = routing_table(json.loads(ROUTING.read_text()), json.loads(KERNELS.read_text()))
+    text = with_table(text, by_routing, ROUTING_MARK)
     if args.write:
         README.write_text(text)
     elif README.read_text() != text:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +17,9 @@ from tests.gpu import compare_tiles, kernel_cases, ranks, serve, tune_kernels
 from tests.lib import golden_files, reference
 from tests.lib.served import PROMPT, tolerance
 from tests.tools import ranks_table
+
+with mock.patch.dict(os.environ):  # the tool chooses its process's settings when it is imported
+    from tests.gpu import batched_layers
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "golden" / "h100"
@@ -126,6 +131,23 @@ def test_stock_over_ranks_runs_no_layer_through_the_oracle() -> None:
     ranks.compare_with_stock(rows, said)
     assert rows[1]["plugin_difference"] == 0.5 and rows[1]["plugin_tokens_equal"] is False
     assert rows[0] == {"format": "f", "case": "tp2, own"}
+
+
+@pytest.mark.parametrize("experts", [1, 4, 16, 20])
+@pytest.mark.parametrize("tokens", [1, 7, 256])
+def test_batches_of_experts_have_the_mean_that_is_asked_for(experts: int, tokens: int) -> None:
+    rows = 1024
+    assert batched_layers.counts_of(experts, tokens, rows, "uniform") == [tokens] * experts
+    skewed = batched_layers.counts_of(experts, tokens, rows, "skewed")
+    assert len(skewed) == experts and max(skewed) <= rows
+    # What no expert has room for is not sent; here there is room.
+    assert sum(skewed) == experts * tokens
+    assert skewed.count(0) >= experts // 4 and (experts == 1 or max(skewed) > tokens)
+
+
+def test_a_full_batch_overflows_to_the_next_expert() -> None:
+    skewed = batched_layers.counts_of(4, 48, 64, "skewed")
+    assert sorted(skewed) == [0, 64, 64, 64]
 
 
 def test_the_first_traceback_is_kept_without_its_prefix() -> None:

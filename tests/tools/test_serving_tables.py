@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.gpu import serve
 from tests.lib import golden_files
 from tests.tools import serving_tables
 
@@ -96,7 +97,7 @@ def test_the_readme_is_up_to_date() -> None:
     kernels = json.loads(serving_tables.KERNELS.read_text())
     readme = serving_tables.README.read_text()
     assert serving_tables.with_table(readme, serving_tables.table(found, kernels)) == readme
-    assert set(found["models"]) == set(serving_tables.CELLS)
+    assert set(found["models"]) == set(serve.ALONE) and set(serving_tables.CELLS) == set(serve.MODELS)
     for each in found["models"].values():
         assert [mode["mode"] for mode in each["modes"]] == ["stock", "auto"]
         assert each["modes"][1]["served"] == "16 of 16"
@@ -114,7 +115,20 @@ def test_steps_over_ranks_are_held_against_the_layers_times() -> None:
     )
     us = record["us"]
     saved = 7 * (us["humming_wna16_grouped"] - us["hopper_wna16"]) / 1e3
-    assert serving_tables.saved_by_layers(row, 256, 2) == pytest.approx(saved, rel=1e-3)
+    assert serving_tables.saved_by_layers(row, 256, found["conditions"]) == pytest.approx(saved, rel=1e-3)
+
+
+def test_the_gpus_time_of_a_step_is_told_by_routing() -> None:
+    def inside(ms: float) -> dict[str, Any]:
+        return {"busy_ms": {"8": ms}, "routing": {"skewed": {"busy_ms": {"8": ms / 2}}}}
+
+    modes = [{"inside": inside(3.0), "backends": []}, {"inside": inside(2.0), "backends": ["hopper_mxfp8"]}]
+    found = {"conditions": {"layers": 2}, "models": {"qwen3-mxfp8": modes}}
+    lines = serving_tables.routing_table(found, KERNELS).splitlines()[2:]
+    assert lines == [
+        "| qwen3-mxfp8 | given | 8 | 3.000 | 2.000 | +1.000 | +0.040 |",
+        "| qwen3-mxfp8 | skewed | 8 | 1.500 | 1.000 | +0.500 | +0.040 |",
+    ]
 
 
 def test_a_model_over_ranks_without_one_modes_numbers_is_left_out() -> None:

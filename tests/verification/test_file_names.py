@@ -139,3 +139,17 @@ def test_beginnings_that_vllms_loaders_replace(
     found = run("verify", folder, "--json")
     assert found.status == 0, found.err
     assert [each["status"] for each in found.json["layers"]] == ["passed"]
+
+
+def test_experts_under_unknown_names_are_shown(tmp_path: Path, run: cli.Run) -> None:
+    """Step-3's files have ``moe.gate_proj.weight`` with all experts."""
+
+    def rename(tensors: dict[str, Any]) -> None:
+        for name in [each for each in tensors if ".mlp.experts." in each]:
+            tensors[name.replace(".mlp.experts.", ".moe.")] = tensors.pop(name)
+
+    plain = write_checkpoint(tmp_path / "plain", size=Size(layers=1, experts=4, top_k=2))
+    found = run("verify", rewrite_tensors(plain, tmp_path / "model", rename))
+    said = " ".join(found.err.split())
+    assert found.status == 2 and "none of the names that its first expert may have" in said
+    assert "The files have model.layers.0.moe.0.down_proj.weight" in said.replace("'", "")

@@ -156,12 +156,26 @@ def _compact(svg: str) -> str:
     """A plot without metadata, comments and indentation, and with coordinates to a tenth of a point."""
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\s(?:d|x|y|points|transform)="[^"]*"', lambda found: _rounded(found[0]), svg)
+    svg = re.sub(r'(?<=\sd=")[^"]*', lambda found: _without_repeated_commands(found[0]), svg)
     svg = re.sub(r' transform="rotate\(-?0(?:\.0)? [^"]*"', "", svg)
     return re.sub(r">\s+<", "><", re.sub(r"[ \t]*\n\s*", " ", svg))
 
 
 def _rounded(coordinates: str) -> str:
     return re.sub(r"\d+\.\d+", lambda found: f"{float(found[0]):.1f}", coordinates)
+
+
+def _without_repeated_commands(path: str) -> str:
+    """The same path: a letter is left out where it repeats, and ``L`` after ``M`` (SVG 1.1, section 8.3)."""
+    words, current = [], ""
+    for word in path.split():
+        if not word.isalpha():
+            words.append(word)
+        else:
+            if word == "M" or (word != current and (word, current) != ("L", "M")):
+                words.append(word)
+            current = word
+    return " ".join(words)
 
 
 def plot_times(panel: LayerPanel, colors: Mapping[str, int]) -> str:

@@ -350,7 +350,8 @@ def find_layer(files: TensorFiles, problem: Problem, layer: LayerNames) -> Store
             if first + found[""] in files:
                 return StoredExperts(files, problem, module, names, found, number)
     looked = f"{layer.modules[0]}.0.{next(iter(conventions))[0]}.{endings['']}"
-    near = sorted(name for name in files.names() if f".{_number(problem.layer)}." in name and "expert" in name)
+    inside = [name for name in files.names() if f".{_number(problem.layer)}." in name]
+    near = sorted(name for name in inside if "expert" in name or ".moe." in name)
     rule = f"none of the names that its first expert may have is in the files, such as {looked}"
     remedy = f"The files have {', '.join(map(short_repr, near[:3]))}" if near else "They have no experts of this layer"
     raise CheckpointError(rule, remedy, problem.layer)
