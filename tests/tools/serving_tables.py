@@ -6,7 +6,8 @@ file's model takes the place of an earlier one's. The table in vllm_moe_oracle/k
 and from the kernels' numbers (tests.tools.kernel_tables); ``--write`` brings it up to date, and without it the exit
 status is 1 where it is stale.
 
-With ``--ranks`` the files are those of ``serve.py --ranks 2``; they renew serve-ranks-vllm-VERSION.json and its table.
+With ``--ranks`` the files are those of ``serve.py --ranks 2``; their models renew or join serve-ranks-vllm-VERSION.json
+and its table.
 What its steps should save is the difference of the layers' shipped times, of stock's kernel and of the chosen backend.
 
 A step is predicted to be shorter by the layers' number times the difference of the kernels' times at that number of
@@ -195,11 +196,22 @@ def _busy(found: dict[str, Any], kernels: dict[str, Any]) -> list[str]:
     return lines
 
 
-def golden_ranks(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The committed form of runs over ranks, without models of which a mode has no numbers."""
-    shared = ("device", "vllm", "torch", "ranks", "decode", "prefill")
-    rows = []
+def golden_ranks(runs: list[dict[str, Any]], before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The committed form of runs over ranks, without models of which a mode has no numbers.
+
+    Args:
+        runs: files of ``serve.py --ranks``.
+        before: committed runs; those of a model over the same kind of ranks are replaced, the others stay.
+
+    Raises:
+        ValueError: they ran under other conditions.
+    """
+    shared = ("device", "vllm", "torch", "ranks", "prefill")
+    conditions = before["conditions"] if before else {name: runs[0]["conditions"][name] for name in shared}
+    rows = {(row["model"], row["parallel"]): row for row in (before["rows"] if before else ())}
     for run in runs:
+        if {name: run["conditions"][name] for name in shared} != conditions:
+            raise ValueError(f"runs under different conditions: {conditions} and {run['conditions']}")
         for model, modes in run["models"].items():
             kept = [
                 {name: mode[name] for name in (*KEPT, "routing") if name in mode}
@@ -210,8 +222,12 @@ def golden_ranks(runs: list[dict[str, Any]]) -> dict[str, Any]:
             ]
             if len(kept) == len(modes):
                 parallel = "ep" if run["conditions"]["expert_parallel"] else "tp"
-                rows.append({"model": model, "parallel": parallel, "command": _command(run), "modes": kept})
-    return {"conditions": {name: runs[0]["conditions"][name] for name in shared}, "rows": rows}
+                rows[model, parallel] = {
+                    "model": model, "parallel": parallel, "command": _command(run),
+                    "decode": run["conditions"]["decode"],  # of how many medians may differ
+                    "modes": kept,
+                }  # fmt: skip
+    return {"conditions": conditions, "rows": [rows[key] for key in sorted(rows)]}
 
 
 def saved_by_layers(row: dict[str, Any], batch: int, conditions: dict[str, Any]) -> float:
@@ -309,9 +325,9 @@ def main() -> None:
     parser.add_argument("--ranks", action="store_true", help="the runs were over ranks")
     args = parser.parse_args()
     if args.runs and args.ranks:
-        RANKS.write_text(
-            json.dumps(golden_ranks([json.loads(path.read_text()) for path in args.runs]), indent=1) + "\n"
-        )
+        before = json.loads(RANKS.read_text()) if RANKS.exists() else None
+        made = golden_ranks([json.loads(path.read_text()) for path in args.runs], before)
+        RANKS.write_text(json.dumps(made, indent=1) + "\n")
     elif args.runs:
         made = golden([json.loads(path.read_text()) for path in args.runs])
         GOLDEN.write_text(json.dumps(made, indent=1) + "\n")

@@ -143,3 +143,19 @@ def test_a_model_over_ranks_without_one_modes_numbers_is_left_out() -> None:
     assert [each["model"] for each in made["rows"]] == ["kimi-k2"] and "/tmp" not in json.dumps(made)
     text = serving_tables.ranks_table(made)
     assert "| kimi-k2 | EP 2 | skewed | 8 | - | - | - | 0.60 |  |" in text and "| EP 2 | skewed | 5 | 5 |" in text
+
+
+def test_runs_over_ranks_join_committed_ones_of_equal_conditions() -> None:
+    conditions = dict.fromkeys(("device", "vllm", "torch", "decode", "prefill", "command"), "") | {"ranks": 2}
+
+    def run(expert_parallel: bool, step: float, **more: object) -> dict[str, object]:
+        timed = {"decode_ms": {"8": step}, "noise_ms": {"8": 0.1}, "prefill_tokens_per_second": 5}
+        modes = [{"mode": name, "routing": {"skewed": timed}} for name in ("stock", "auto")]
+        return {"conditions": conditions | {"expert_parallel": expert_parallel} | more, "models": {"kimi-k2": modes}}
+
+    first = serving_tables.golden_ranks([run(True, 2.0), run(False, 3.0)])
+    joined = serving_tables.golden_ranks([run(True, 4.0)], first)
+    steps = {row["parallel"]: row["modes"][0]["routing"]["skewed"]["decode_ms"]["8"] for row in joined["rows"]}
+    assert steps == {"ep": 4.0, "tp": 3.0}
+    with pytest.raises(ValueError, match="different conditions"):
+        serving_tables.golden_ranks([run(True, 4.0, torch="2.14")], first)
