@@ -71,6 +71,15 @@ def test_without_measurements_they_are_taken_only_by_name() -> None:
     assert decide(layer, H200, load({"MOE_ORACLE_BACKEND": "hopper_mxfp8"})).backend == "hopper_mxfp8"
 
 
+def test_tokens_sorted_by_expert_come_to_them_where_vllm_has_no_kernels() -> None:
+    parallel = Parallel(ep=2, dp=2, format="batched")
+    layer = dataclasses.replace(problem(experts=4, top_k=2), parallel=parallel, local_experts=2)
+    assert decide(layer, H200, load({})).backend == "hopper_mxfp8"
+    declared = dataclasses.replace(layer, scheme=dataclasses.replace(MXFP8, activations="mxfp8"))
+    assert decide(declared, H200, load({})).backend == "hopper_mxfp8"
+    assert "was not measured on tokens that an all-to-all sorts" in W8A8.only_by_name(declared, H200)
+
+
 def test_activations_are_quantized_only_where_the_checkpoint_says_so() -> None:
     declared = problem(scheme=dataclasses.replace(MXFP8, activations="mxfp8"))
     chosen = load({"MOE_ORACLE_BACKEND": "hopper_mxfp8_w8a8"})

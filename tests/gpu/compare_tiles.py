@@ -141,7 +141,7 @@ def main() -> int:
             if time.monotonic() - start > args.seconds:
                 break
             configs = [decode(each[cell][count]) for each in (before, after)]
-            timer = tune_kernels.Timer(weights, scheme, shape, int(count), 11, False, 3)
+            timer = tune_kernels.Timer(weights, scheme, shape, int(count), 11, [], 3)
             timer.best(configs)
             if len(timer.times) == 2:
                 rows.append({

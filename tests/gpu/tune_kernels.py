@@ -398,10 +398,10 @@ CLOCK = CudaClock()
 class Timer:
     """Times configurations of one cell and number of tokens."""
 
-    def __init__(self, weights: PackedWeights, scheme: str, shape: str, tokens: int, replays: int, prefill: bool,
-                 draws: int) -> None:  # fmt: skip
+    def __init__(self, weights: PackedWeights, scheme: str, shape: str, tokens: int, replays: int,
+                 others: list[PrefillConfig], draws: int) -> None:  # fmt: skip
         self.weights, self.scheme, self.shape, self.tokens, self.replays = weights, scheme, shape, tokens, replays
-        self.others = [PrefillConfig()] if prefill else []
+        self.others = others
         self.draws = draws if tokens <= 64 else 1
         self.times: dict[LaunchConfig | PrefillConfig, float] = {}
 
@@ -475,10 +475,17 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="0: compiled before, or as needed")
     parser.add_argument("--replays", type=int, default=11)
     parser.add_argument("--draws", type=int, default=3, help="of experts, up to 64 tokens")
-    parser.add_argument("--prefill", type=int, default=1 << 30, help="from so many tokens on, beside prefill.py")
+    parser.add_argument(
+        "--prefill", type=int, default=1 << 30, help="from so many tokens on, and where it is in use, beside prefill.py"
+    )
     parser.add_argument("--seconds", type=float, default=480, help="stop timing after this long")
     args = parser.parse_args()
     start = time.time()
+
+    def persistent_of(weights: PackedWeights, shape: str, tokens: int) -> list[PrefillConfig]:
+        used = configs.choose_config(weights, sizes_of(shape)[0][1], tokens)
+        named = [PrefillConfig()] if tokens >= args.prefill else []
+        return list(dict.fromkeys([*named, *([used] if isinstance(used, PrefillConfig) else [])]))
 
     def tiles(scheme: str, weights: PackedWeights, shape: str, tokens: int):
         if not args.few:
@@ -495,8 +502,8 @@ def main() -> None:
     for scheme, shape, counts in cells:
         weights = stored(scheme, shape, "meta")
         seen = set()
-        if max(counts) >= args.prefill:
-            first.append((scheme, shape, max(counts), PrefillConfig()))  # they take the longest
+        persistent = {(tokens, config) for tokens in counts for config in persistent_of(weights, shape, tokens)}
+        first += [(scheme, shape, tokens, config) for tokens, config in sorted(persistent, key=str)[-1:]]  # the longest
         for tokens in counts:
             current = configs.choose_launch_config(weights, sizes_of(shape)[0][1], tokens)
             for pair in pairs(current, *tiles(scheme, weights, shape, tokens)):
@@ -515,17 +522,19 @@ def main() -> None:
         for tokens in counts:
             if time.time() - start > args.seconds:
                 break
-            timer = Timer(weights, scheme, shape, tokens, args.replays, tokens >= args.prefill, args.draws)
+            others = persistent_of(weights, shape, tokens)
+            timer = Timer(weights, scheme, shape, tokens, args.replays, others, args.draws)
             current = configs.choose_launch_config(weights, sizes_of(shape)[0][1], tokens)
+            used = configs.choose_config(weights, sizes_of(shape)[0][1], tokens)
             best = timer.search(current, *tiles(scheme, weights, shape, tokens))
             ranked = sorted(timer.times.items(), key=lambda item: item[1])
             rows.append({"scheme": scheme, "shape": shape, "sizes": sizes_of(shape), "tokens": tokens,
                          "us": timer.times[best],
-                         "in_use": [timer.times[current], describe(current)], "config": best.to_json(),
+                         "in_use": [timer.times[used], describe(used)], "config": best.to_json(),
                          "others": [[round(us, 2), config.to_json()] for config, us in ranked[:60]]})  # fmt: skip
             print(
-                f"{scheme:9s} {shape:14s} {tokens:5d} {timer.times[current]:7.1f} -> {timer.times[best]:7.1f} us  "
-                f"{describe(current)} -> {describe(best)} of {len(ranked)}",
+                f"{scheme:9s} {shape:14s} {tokens:5d} {timer.times[used]:7.1f} -> {timer.times[best]:7.1f} us  "
+                f"{describe(used)} -> {describe(best)} of {len(ranked)}",
                 flush=True,
             )
             Path(args.json).write_text(json.dumps(rows))

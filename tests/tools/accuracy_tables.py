@@ -252,10 +252,13 @@ def _serving(held: dict[str, Any]) -> str:
             for batch, ms in each["ms_per_step"].items()
         ]
         lines.append(f"| {name} | {', '.join(each['backends']) or 'stock vLLM'} | {' | '.join(cells)} |")
-    load = held["conditions"]["load"]
-    lines += [
-        "",
-        f"`OMP_NUM_THREADS`: {threads or 'not set'}. Load: {load[0]:.1f} processes at the start, {load[1]:.1f} at the "
-        "end.",
-    ]
+    words = f"`OMP_NUM_THREADS`: {threads or 'not set'}."
+    if load := held["conditions"].get("load"):
+        words += f" Load: {load[0]:.1f} processes at the start, {load[1]:.1f} at the end."
+    if turns := held["formats"]["bf16"].get("turns"):
+        spread = [
+            f"{min(each):.0f} to {max(each):.0f} ms" for each in zip(*(turn.values() for turn in turns), strict=True)
+        ]
+        words += f" bf16's own {len(turns)} turns: {' and '.join(spread)} a step."
+    lines += ["", words]
     return "\n".join(lines)

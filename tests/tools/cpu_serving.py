@@ -100,8 +100,11 @@ def main() -> int:
                 if not (path / "tokenizer_config.json").exists():
                     smollm2.write(path, name)
                 made = run(path)
-                best = found.setdefault(name, made)["ms_per_step"]
+                first = {**made, "ms_per_step": dict(made["ms_per_step"]), "turns": []}
+                kept = found.setdefault(name, first)
+                best = kept["ms_per_step"]
                 best |= {batch: min(best[batch], ms) for batch, ms in made["ms_per_step"].items()}
+                kept["turns"].append(made["ms_per_step"])
                 print(f"{name}: {made}", flush=True)
     device = detect.detect()
     conditions = {"command": " ".join(sys.argv[1:]), "device": dataclasses.asdict(device), "cores": os.cpu_count()}

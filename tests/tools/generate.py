@@ -27,7 +27,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from tests.lib import golden_files, readme_sections
-from tests.tools import accuracy_tables, evidence, page_one, ranks_table, recipes
+from tests.tools import accuracy_tables, batched_table, evidence, page_one, ranks_table, recipes, tile_search_table
 from vllm_moe_oracle import __version__
 from vllm_moe_oracle import settings as settings_module
 from vllm_moe_oracle.devices.catalog import known_device
@@ -180,6 +180,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "vllm_moe_oracle/backends/README.md": {"static-order": static_order},
     "vllm_moe_oracle/cli/README.md": {"explain": explain},
     "vllm_moe_oracle/kernels/README.md": {"kernels": kernels},
+    "vllm_moe_oracle/kernels/RESULTS.md": {"tile search": tile_search_table.table, "batched": batched_table.table},
     "vllm_moe_oracle/measuring/README.md": {"evidence": evidence.table},
     "vllm_moe_oracle/quantization/README.md": {"integers": integers},
     "vllm_moe_oracle/releases/README.md": {"support-table": support_table},

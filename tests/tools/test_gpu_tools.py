@@ -16,7 +16,8 @@ import torch
 from tests.gpu import compare_tiles, kernel_cases, ranks, serve, tune_kernels
 from tests.lib import golden_files, reference
 from tests.lib.served import PROMPT, tolerance
-from tests.tools import ranks_table
+from tests.tools import batched_table, ranks_table, tile_search_table
+from vllm_moe_oracle.backends._hopper import BATCHED_SLOWER
 
 with mock.patch.dict(os.environ):  # the tool chooses its process's settings when it is imported
     from tests.gpu import batched_layers
@@ -234,3 +235,28 @@ def test_routers_that_were_packed_are_named() -> None:
     model.router.weight = torch.nn.Parameter(torch.empty(0))
     with pytest.raises(ValueError, match=r"router\.weight was packed"):
         serve.write_routers(torch.nn.Sequential(model), "uniform")
+
+
+def test_what_is_said_of_tokens_sorted_by_expert_was_measured() -> None:
+    rows = [row for row in batched_table.rows() if "marlin" in row["us"]]
+    assert {row["layer"].partition(":")[0] for row in rows} == {"mxfp4", "int4_g32", "int4_g128"}
+    for few, words in ((True, "{:.2f} to {:.2f} times as long"), (False, "{:.2f} to {:.2f} times from 128 tokens")):
+        times = [row["us"]["own"] / row["us"]["marlin"] for row in rows if (row["tokens"] <= 64) == few]
+        assert words.format(min(times), max(times)) in BATCHED_SLOWER
+    assert all("marlin" not in row["us"] for row in batched_table.rows() if row["layer"].startswith("mxfp8"))
+    page = (ROOT / "vllm_moe_oracle/kernels/RESULTS.md").read_text()
+    gains = [1 / (row["us"]["own"] / row["us"]["marlin"]) for row in rows if row["tokens"] >= 128]
+    assert f"ours are {min(gains):.2f} to {max(gains):.2f} times as fast as Marlin" in page
+    for row in batched_table.rows():
+        assert not row["failures"] and set(row["us"]) <= set(row["errors"])
+
+
+@pytest.mark.parametrize("gpu", tile_search_table.GPUS)
+def test_the_rules_tiles_were_searched_beside_others_as_they_are_chosen_now(gpu: str) -> None:
+    rows = tile_search_table.rows(gpu)
+    assert len({(row["scheme"], row["shape"]) for row in rows}) >= 12
+    for row in rows:
+        weights = tune_kernels.stored(row["scheme"], row["shape"], "meta")
+        config = compare_tiles.chosen(weights, row["shape"], row["tokens"])
+        assert " ".join(tune_kernels.describe(config).split()) == row["configs"][0], row
+        assert row["best_us"] <= row["rule_us"] and row["searched"] > 1

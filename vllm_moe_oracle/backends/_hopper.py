@@ -34,6 +34,13 @@ logger = logging.getLogger("vllm.moe_oracle")
 SM90 = ((90, 91),)
 """The compute capability that the kernels are compiled, tested and measured for."""
 
+BATCHED_UNKNOWN = "was not measured on tokens that an all-to-all sorts by expert"
+BATCHED_SLOWER = (
+    "takes 0.68 to 1.50 times as long as vLLM's Marlin kernels on up to 64 tokens an expert that an all-to-all has "
+    "sorted, and 0.47 to 0.87 times from 128 tokens (H200, kernels/RESULTS.md)"
+)
+"""Of 4-bit formats; tests hold the figures to the measured ones."""
+
 CAPABILITIES = Capabilities(
     compute_capabilities=SM90,
     dtypes=("bfloat16", "float16"),
@@ -205,12 +212,14 @@ class HopperBackend(Backend):
     static_priority = 900.0  # after vLLM's own kernels: without measurements, the stock choice stands
     activation_precision: ClassVar[ActivationPrecision] = "16bit"
     triton_release_error = 0.02
+    batched_only_by_name: ClassVar[str] = BATCHED_UNKNOWN
+    """Why layers in the batched format get these kernels by name alone; "" where they are candidates like others."""
 
     def only_by_name(self, problem: Problem, device: Device) -> str:
         """Where vLLM's own kernels may be faster, and nothing could show it."""
         if problem.lora:
             return "was not measured with LoRA adapters"
-        return "was not measured on tokens that an all-to-all sorts by expert" if problem.parallel.is_batched else ""
+        return self.batched_only_by_name if problem.parallel.is_batched else ""
 
     def weight_format(self, problem: Problem) -> str:
         """The kernels' name of the layer's weight format."""

@@ -6,7 +6,7 @@ import dataclasses
 
 from ..core.decision import Numerics
 from ..core.problem import MX_BLOCK
-from ._hopper import CAPABILITIES, HopperBackend
+from ._hopper import BATCHED_SLOWER, CAPABILITIES, HopperBackend
 
 
 class HopperMxfp4(HopperBackend):
@@ -15,6 +15,7 @@ class HopperMxfp4(HopperBackend):
     name = "hopper_mxfp4"
     schemes = ("mxfp4",)
     capabilities = dataclasses.replace(CAPABILITIES, bits=(4,), groups=(MX_BLOCK,))
+    batched_only_by_name = BATCHED_SLOWER
     # Exact up to a row's spread of scales that bfloat16 can hold.
     arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}")
 

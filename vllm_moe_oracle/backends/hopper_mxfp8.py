@@ -15,6 +15,7 @@ class HopperMxfp8(HopperBackend):
     name = "hopper_mxfp8"
     schemes = ("mxfp8",)
     capabilities = dataclasses.replace(CAPABILITIES, bits=(8,), groups=(MX_BLOCK,))
+    batched_only_by_name = ""  # vLLM has no kernels for MXFP8 in this format on Hopper
     # Exact up to a row's spread of scales that bfloat16 can hold.
     arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}")
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from ..core.decision import Numerics
 from ..core.problem import Problem
-from ._hopper import CAPABILITIES, HopperBackend
+from ._hopper import BATCHED_SLOWER, CAPABILITIES, HopperBackend
 
 
 class HopperWna16(HopperBackend):
@@ -17,6 +17,7 @@ class HopperWna16(HopperBackend):
     capabilities = dataclasses.replace(
         CAPABILITIES, bits=(4, 8), groups=(-1, 32, 64, 128), zero_points=True, act_orders=("none", "static")
     )
+    batched_only_by_name = BATCHED_SLOWER
 
     def numerics(self, problem: Problem) -> Numerics:
         """Group scales multiply float32 sums where tiles allow it, else weights, which are then rounded once."""

@@ -215,6 +215,8 @@ def heuristic_config(weights: PackedWeights, top_k: int, tokens: int) -> LaunchC
         return LaunchConfig(_TALL_TILE, _shared_columns(weights, load, _TALL_TILE))
     if load.rows > 90:
         tile = TileConfig(256 if load.rows > 160 else 128, 128, 64, num_warps=8, num_stages=3)
+        if weights.format == "int4" and load.rows <= 160:
+            tile = _TALL_TILE  # two layers, an H100 and an H200: 1.15 to 1.23 times as fast
         return LaunchConfig(tile, tile)
     up = _middle_tile(weights, load, weights.w13.rows, False)
     # Eight bits and float16 activations of MX weights were not timed so.

@@ -1,0 +1,44 @@
+"""The tiles that the kernels' rule chooses beside the best of a search, for layers without a table of their own:
+a part of vllm_moe_oracle/kernels/RESULTS.md, from what `tests.gpu.tune_kernels` found on both Hopper cards.
+
+`python -m tests.tools.generate --write` puts it into the page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from tests.lib.golden_files import FOLDER
+
+GPUS = {"H100": "h100", "H200": "h200"}
+TOKENS = (8, 32, 128, 512)
+
+
+def rows(gpu: str) -> list[dict[str, Any]]:
+    """Times of a layer at a number of tokens, with the rule's configuration and the best one, on a key of `GPUS`."""
+    found: list[dict[str, Any]] = json.loads((FOLDER / GPUS[gpu] / "tile-search.json").read_text())["rows"]
+    return found
+
+
+def lost(row: dict[str, Any]) -> float:
+    """The rule's time over that of the best configuration."""
+    return float(row["rule_us"] / row["best_us"])
+
+
+def table() -> str:
+    """The rule's time over the best one's by layer and tokens, both cards, and the mean over each card's cells."""
+    heads = [f"{gpu}, {tokens}" for gpu in GPUS for tokens in TOKENS]
+    lines = [f"| layer | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    ratios = {(f"{row['scheme']}:{row['shape']}", gpu, row["tokens"]): lost(row) for gpu in GPUS for row in rows(gpu)}
+    for layer in dict.fromkeys(key[0] for key in ratios):
+        cells = [ratios.get((layer, gpu, tokens)) for gpu in GPUS for tokens in TOKENS]
+        lines.append(f"| {layer} | {' | '.join('-' if each is None else f'{each:.2f}' for each in cells)} |")
+    for gpu in GPUS:
+        own = [lost(row) for row in rows(gpu)]
+        mean = math.exp(math.fsum(map(math.log, own)) / len(own))
+        within = sum(each <= 1.05 for each in own)
+        words = f"{mean:.3f} in the geometric mean, {within} of {len(own)} within 5 %, {max(own):.2f} at most"
+        lines += ["", f"{gpu}: {words}."]
+    return "\n".join(lines)
