@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 
 def part(page: str, name: str) -> str:
     """What stands between the marks.
@@ -20,6 +22,11 @@ def with_part(page: str, name: str, text: str) -> str:
     """
     before, _, after = _cut(page, name)
     return f"{before}{text}\n{after}"
+
+
+def paragraph(*sentences: str) -> str:
+    """Sentences as a paragraph with lines of at most 120 characters."""
+    return textwrap.fill(" ".join(sentences), 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _cut(page: str, name: str) -> tuple[str, str, str]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.lib.readme_sections import paragraph
 from tests.tools import recipes
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.core.problem import Device
@@ -25,11 +25,6 @@ from vllm_moe_oracle.report.page_data import LayerPanel
 from vllm_moe_oracle.settings import load
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-
-
-def _wrapped(*sentences: str) -> str:
-    """Sentences as a paragraph with lines of at most 120 characters."""
-    return textwrap.fill(" ".join(sentences), 120, break_long_words=False, break_on_hyphens=False)
 
 
 def gain() -> str:
@@ -50,9 +45,9 @@ def gain() -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     only = ["No other GPU has been measured."] if len(lines) == 3 else []
-    words = _wrapped(
-        "Stock vLLM's default time over the plugin's: geometric means over layers of public models, by tokens in a step.",
-        "Bands in the picture are the slowest and the fastest layer.",
+    words = paragraph(
+        "Stock vLLM's default time over the plugin's: geometric means over layers of public models, by tokens in a",
+        "step. Bands in the picture are the slowest and the fastest layer.",
         *only,
         "[How it was measured](vllm_moe_oracle/measuring/README.md).",
     )
@@ -93,7 +88,7 @@ def served_models(paths: Sequence[Path]) -> str:
             weights = "random weights" if "dummy" in data["options"] else "the checkpoint's weights"
             conditions[f"{where}; {weights}; {given['input_len']} tokens in, {given['output_len']} out."] = None
             lines.append(f"| {model}, {given['concurrency']} at a time | {' | '.join(map(_served_cell, metrics))} |")
-    words = _wrapped(
+    words = paragraph(
         "By `vllm-moe-oracle ab`, with `vllm bench serve`:", *conditions, "Percentages are means of the turns' ratios;",
         f"≈: within the noise between turns. Starts with warm caches, seconds: {', '.join(starts)}.",
     )  # fmt: skip
@@ -127,14 +122,14 @@ def help_table() -> str:
         [
             *lines,
             "",
-            _wrapped(
-                "*Measured*: layers of the recipes are chosen by times on this GPU, and the figure is their mean gain over",
-                "stock; most other shards, expert parallelism and zero points are predicted. *Predicted*: chosen by a",
-                "latency model that is fitted to an H200 and an H100; other cards were not compared. *Static*: vLLM's own",
-                "kernels in vLLM's order, checked, without a gain until a server's first start measures; so are 16-bit",
-                "models under `--quantization mxfp4` where FlashInfer is installed. On a CPU experts are [slower than in",
-                "16 bits](vllm_moe_oracle/ACCURACY.md#speed), and take the same memory. *Stands down*: the plugin does",
-                "nothing. *Not*: models with layers that nothing here runs.",
+            paragraph(
+                "*Measured*: layers of the recipes are chosen by times on this GPU, and the figure is their mean gain",
+                "over stock; most other shards, expert parallelism and zero points are predicted. *Predicted*: chosen by",
+                "a latency model that is fitted to an H200 and an H100; other cards were not compared. *Static*: vLLM's",
+                "own kernels in vLLM's order, checked, without a gain until a server's first start measures; so are",
+                "16-bit models under `--quantization mxfp4` where FlashInfer is installed. On a CPU experts are [slower",
+                "than in 16 bits](vllm_moe_oracle/ACCURACY.md#speed), and take the same memory. *Stands down*: the plugin",
+                "does nothing. *Not*: models with layers that nothing here runs.",
             ),
         ]
     )
