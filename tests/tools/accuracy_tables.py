@@ -99,12 +99,13 @@ def formats() -> str:
         paragraph(
             f"{served_windows()} windows of {held['window']} tokens, {backends[0]['tokens']} predicted tokens of",
             f"{len(held['text'])} texts. After ± stands the half-width of a one-sided confidence limit of {sure:.1%}.",
-            f"A backend that is beyond a limit of the gate passes at most once in {1 / held['alpha']:.0f} times, for each",
-            "limit. One that is two half-widths within the limits passes with the same certainty, and one that is two",
-            f"half-widths beyond is shown to be beyond. Two half-widths are {widths[0]:.2f} to {widths[-1]:.2f} % of",
-            f"perplexity, where the limit is {likely:.1f} %, and {nears[0]:.1g} to {nears[-1]:.2g}e-4 nats. Student's t is",
-            "exact for normal means; those of KL divergences are skewed. The whole model in bfloat16, with attention and",
-            f"the output layer, has a KL of {_mean(model)} ({name}, {model['tokens']} tokens).",
+            f"A backend that is beyond a limit of the gate passes at most once in {1 / held['alpha']:.0f} times, for",
+            "each limit. One that is two half-widths within the limits passes with the same certainty, and one that",
+            f"is two half-widths beyond is shown to be beyond. Two half-widths are {widths[0]:.2f} to",
+            f"{widths[-1]:.2f} % of perplexity, where the limit is {likely:.1f} %, and {nears[0]:.1g} to",
+            f"{nears[-1]:.2g}e-4 nats. Student's t is exact for normal means; those of KL divergences are skewed. The",
+            f"whole model in bfloat16, with attention and the output layer, has a KL of {_mean(model)} ({name},",
+            f"{model['tokens']} tokens).",
         ),
     ]
     return "\n".join(lines)
@@ -137,7 +138,8 @@ def elsewhere(path: Path) -> str:
         "",
         paragraph(
             f"{entry['device']}, {packages}; {windows} windows of {held['window']} tokens of",
-            f"{len(held['text'])} texts: `python -m tests.tools.accuracy --write`, with `--dtype float16` and `--tp 2` for these rows.",
+            f"{len(held['text'])} texts: `python -m tests.tools.accuracy --write`, with `--dtype float16` and",
+            "`--tp 2` for the rows that say so.",
         ),
     ]
     return "\n".join(lines)
@@ -194,8 +196,8 @@ def faults() -> str:
         paragraph(
             f"{tokens} tokens; each fault in every layer of the emulation. Of {len(faulty)} faults this gate catches",
             f"{len(caught)} and lets {sum(each['passes'] for each in faulty.values())} pass. *Neither* means that more",
-            f"windows are needed, also for what is right: `cpu_dequantized` passes with {served_windows()}. A gate that",
-            f"allows a loss of 8 points, as one on GSM8K's score does, lets {len(passed)} pass,",
+            f"windows are needed, also for what is right: `cpu_dequantized` passes with {served_windows()}. A gate",
+            f"that allows a loss of 8 points, as one on GSM8K's score does, lets {len(passed)} pass,",
             f"{len(set(passed) & set(caught))} of which this gate catches. The last fault changes nothing here,",
             "because all routing weights are alike.",
         ),

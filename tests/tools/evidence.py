@@ -129,8 +129,8 @@ def table() -> str:
             "",
             paragraph(
                 f"{held['configs']} configs over 1, 2, 4 and 8 ranks (`{held['command']}`), {sum(every.values())}",
-                f"answers. {share(every):.1%} of those that are not left to stock vLLM are decided by measured or predicted",
-                "times.",
+                f"answers. {share(every):.1%} of those that are not left to stock vLLM are decided by measured or",
+                "predicted times.",
             ),
         ]
     )
