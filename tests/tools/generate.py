@@ -120,10 +120,8 @@ def kernels() -> str:
         [
             *lines,
             "",
-            paragraph(
-                "Stock's default time over this project's: geometric mean (worst to best layer and number of tokens).",
-                "Stock's default time for MXFP4 includes softmax and top-k.",
-            ),
+            "Stock's default time over ours: geometric mean (worst to best cell). For MXFP4 stock's includes softmax and "
+            "top-k.",
         ]
     )
 
