@@ -192,7 +192,7 @@ def test_what_is_left_of_the_budget_is_for_the_next_shape(tmp_path: Path, caplog
     assert [each.why for each in found] == ["measured", "measured", "static", "static"]
     assert [name for name, _, _ in measuring.calls] == ["layers.768", "layers.512"]
     assert 0.3 < measuring.calls[1][2] < 0.5
-    assert sum("the 1 s are spent; the next start goes on" in each for each in caplog.messages) == 1
+    assert sum("the 1 s are spent; the next start continues" in each for each in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(
