@@ -120,8 +120,8 @@ def kernels() -> str:
         [
             *lines,
             "",
-            "Stock's default time over ours: geometric mean (worst to best cell). For MXFP4 stock's includes softmax and "
-            "top-k.",
+            "Stock's default time over ours: geometric mean (worst to best cell). For MXFP4 stock's includes softmax "
+            "and top-k.",
         ]
     )
 

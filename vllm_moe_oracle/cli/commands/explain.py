@@ -108,9 +108,7 @@ def command(
     ] = "linear",
     backend: Annotated[
         str | None,
-        typer.Option(
-            help="Short for --set backend=NAME.", metavar="NAME", autocompletion=completion.any_backends
-        ),
+        typer.Option(help="Short for --set backend=NAME.", metavar="NAME", autocompletion=completion.any_backends),
     ] = None,
     moe_backend: Annotated[
         str,
