@@ -154,7 +154,7 @@ def test_data_parallel_ranks_can_move_and_place_experts(run: Run, write: Callabl
     asked = (*spread, "--expert-placement-strategy", "round_robin")
     in_order = run(*asked)
     assert in_order.json["groups"][0]["problem"]["parallel"]["placement"] == "linear"
-    assert "where an all-to-all runs, only with a batched one" in in_order.err
+    assert "with an all-to-all, only if it is a batched one" in in_order.err
     batched = run(*asked, "--all2all-backend", "deepep_low_latency")
     assert batched.json["groups"][0]["problem"]["parallel"]["placement"] == "round_robin"
 

@@ -116,7 +116,7 @@ def test_tune_refuses_options_that_lead_nowhere(run: Run, arguments: tuple[Any, 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((GPT_OSS, "--scheme", "mxfp8"), "--scheme: there is no --shape"),
+        ((GPT_OSS, "--scheme", "mxfp8"), "--scheme: it is for --shape"),
         ((GPT_OSS, "--plot", "times.foo"), "--plot: times.foo: unknown image format. Valid are ."),
         ((GPT_OSS, "--plot", "times"), "--plot: times: unknown image format"),
         (

@@ -177,7 +177,7 @@ def _kernel_shapes(
 
     words = list(models or [])
     if scheme is not None and not shape:
-        raise MeasurementError("--scheme needs --shape, which is not given", "Name shapes with --shape", "--scheme")
+        raise MeasurementError("it is for --shape, which is not given", "Name shapes with --shape", "--scheme")
     schemes = [name for name in (DEFAULT_SCHEMES if scheme is None else scheme).split(",") if name]
     words += [f"{name}:{each}" for each in shape.split(",") if each for name in schemes]
     if not words:
