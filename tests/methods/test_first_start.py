@@ -214,7 +214,7 @@ def test_half_of_the_numbers_of_tokens_do_not_decide(tmp_path: Path, caplog: pyt
     found = decided(asked(tmp_path))
     assert (found.backend, found.why) == ("static", "static") and "not sufficient" in found.explanation
     assert any(
-        "its 60 s were spent; what is there is kept, and the next start goes on" in each for each in caplog.messages
+        "its 60 s were spent; the times so far are kept, and the next start continues" in each for each in caplog.messages
     )
     new_start()
     measurer.install(measuring := Measuring())
