@@ -213,9 +213,8 @@ def test_half_of_the_numbers_of_tokens_do_not_decide(tmp_path: Path, caplog: pyt
     measurer.install(Measuring(counts=COUNTS[:3]))
     found = decided(asked(tmp_path))
     assert (found.backend, found.why) == ("static", "static") and "not sufficient" in found.explanation
-    assert any(
-        "its 60 s were spent; the times so far are kept, and the next start continues" in each for each in caplog.messages
-    )
+    said = "its 60 s were spent; the times so far are kept, and the next start continues"
+    assert any(said in each for each in caplog.messages)
     new_start()
     measurer.install(measuring := Measuring())
     assert decided(asked(tmp_path)).why == "measured" and len(measuring.calls) == 1
