@@ -135,6 +135,7 @@ CONDITIONS = {
     "README.md": "figures of served models",
     "vllm_moe_oracle/ACCURACY.md": "the price of the self-check on a GPU",
     "vllm_moe_oracle/OPERATIONS.md": "what was served over several GPUs, and what that release does",
+    "vllm_moe_oracle/kernels/EXPERIMENTS.md": "what that release does not offer",
     "vllm_moe_oracle/kernels/README.md": "the release beside which kernels were timed",
     "vllm_moe_oracle/kernels/RESULTS.md": "figures",
     "vllm_moe_oracle/measurements/environment.py": "the two releases that an error was measured between",

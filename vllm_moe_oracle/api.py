@@ -125,14 +125,14 @@ def explain_checkpoint(
     settings: Settings | None = None,
     failures: list[NoBackendError] | None = None,
 ) -> list[Decision]:
-    """The decision for every quantized MoE layer of a checkpoint, with the installed and cached measurements.
+    """The decision for every quantized MoE layer of a checkpoint, by the shipped and the cached measurements.
 
     Args:
         path: a checkpoint's directory, or a bare ``config.json``.
         device: the machine, from `known_device` or `detect_device`, or the name of a known device.
         tp: tensor-parallel ranks.
         dp: data-parallel ranks; MoE layers are distributed over ``tp * dp`` ranks.
-        ep: the ranks hold different experts (``--enable-expert-parallel``).
+        ep: the ranks hold whole experts, each other ones (``--enable-expert-parallel``).
         all2all_backend: vLLM's ``--all2all-backend``.
         quantization: vLLM's ``--quantization``, for a checkpoint that is quantized at load time; "" for none.
         moe_backend: vLLM's ``--moe-backend``.
@@ -140,9 +140,9 @@ def explain_checkpoint(
         eplb: experts may move between ranks (``--enable-eplb``).
         batch_invariant: as vLLM's ``VLLM_BATCH_INVARIANT``.
         expert_placement_strategy: as vLLM's option.
-        settings: the settings; None for those of the environment.
-        failures: gets the error of each layer that no backend can run, and the others are decided; None raises the
-            first one.
+        settings: the settings; None reads them from the environment.
+        failures: a list that gets the error of each layer that no backend can run; the other layers are decided. With
+            None the first such error is raised.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or its layers cannot be sharded.
@@ -198,10 +198,10 @@ def scheme_functions(name: SchemeName) -> ModuleType:
 
 
 def layout_functions(name: str) -> ModuleType:
-    """A module of pure layout functions, each with its inverse.
+    """A module of pure functions from canonical weights to a kernel's storage, each with its inverse.
 
     Args:
-        name: e.g. ``wgmma_fragments``, ``mma_tiles``, ``scales``; `vllm_moe_oracle.layouts` lists them.
+        name: e.g. ``wgmma_fragments``, ``mma_tiles``, ``scales``; the package `vllm_moe_oracle.layouts` has them.
 
     Raises:
         ValueError: there is no such module.

@@ -201,7 +201,7 @@ class Settings:
     activations: Activations = _choice(
         Activations,
         "checkpoint",
-        "precision of the experts' inputs: as the checkpoint declares it, or the model's 16-bit dtype",
+        "precision of the experts' inputs: what the checkpoint declares, or the model's 16-bit dtype",
         shared=True,
     )
     allow_activation_quantization: bool = _flag(
@@ -213,10 +213,10 @@ class Settings:
     self_check: SelfCheck = _choice(
         SelfCheck,
         "group",
-        "compare kernels with the reference at load time: never, with all calls for one layer of each group and one "
-        "call for each of the others, with all calls for every layer, or as group with a failure being an error; "
-        "unless it is off, the weights of all experts are also searched for NaN and for values that no kernel can "
-        "compute with",
+        "compare kernels with the reference at load time: off never; group with all calls for one layer of each group "
+        "of equal layers, and one call for each other layer; all with all calls for every layer; strict as group, and "
+        "a failure is an error; unless it is off, the weights of all experts are also searched for NaN and for values "
+        "that no kernel can compute with",
         shared=True,
     )
     mxfp8_scale_rule: ScaleRule = _choice(
@@ -240,13 +240,13 @@ class Settings:
         shared=False,
     )
     use_measurements: bool = _flag(
-        True, "choose by measurements, if there are any for this kind of machine", shared=False
+        True, "choose by measured and predicted times, if there are any for this kind of machine", shared=False
     )
     measure_at_start: float = _setting(
         60.0,
         _seconds_or_off,
-        "seconds in which a server may measure, before it loads weights, layers that neither measurements nor "
-        "predictions decide: once, in a process beside it, for the cache; 0 is off",
+        "seconds in which a server may measure layers that neither measurements nor predictions decide; it measures "
+        "before it loads weights, in another process, and keeps the times in the cache; 0 is off",
         "SECONDS",
         shared=True,
     )

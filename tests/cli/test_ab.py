@@ -250,7 +250,7 @@ def test_turns_before_a_failure_are_shown(run: Run, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(LAST, "2:fail")
     result = run("ab", "model", "--turns", 4)
     assert result.status == 4 and "the benchmark ended with status 5" in result.err
-    assert "warning: ended after 2 of 4 turns, which follow" in result.err and "2 turns" in result.out
+    assert "warning: ended after 2 of 4 turns; their figures follow" in result.err and "2 turns" in result.out
     found = run("ab", "model", "--turns", 3, "--json")
     assert found.status == 4 and (found.json["turns"], found.json["turns_measured"]) == (3, 2)
 

@@ -624,7 +624,8 @@ def test_layers_that_a_server_leaves_to_stock_are_no_failure(run: Run, write: Ca
     lora = ("explain", write(), "--device", "cpu", "--lora")
     result = run(*lora, "--json")
     assert result.status == 0 and result.json["groups"][0]["left_to_stock"] == "stock vLLM's own choice"
-    assert result.err.startswith("note: model.layers.0-47.mlp.experts: left to stock vLLM, if that can run LoRA on")
+    said = "note: model.layers.0-47.mlp.experts: left to stock vLLM, if stock vLLM can run LoRA on"
+    assert result.err.startswith(said)
     # A server does not replace what the user names, and leaves nothing else to stock vLLM on a CPU.
     for named in (("--backend", "cpu_dequantized"), ("--set", "disable=emulation")):
         assert run(*lora, *named).status == 3
@@ -686,7 +687,8 @@ def test_a_layer_that_only_stock_takes_on_a_gpu_is_called_stocks(run: Run, write
     said = " ".join(result.out.split())
     assert result.status == 0 and "backend stock vLLM's" in said
     words = (
-        "left to stock vLLM, whose MarlinExperts does not ask what marlin_mxfp8 does: passes no alpha, beta or limit"
+        "left to stock vLLM: its MarlinExperts does not have these rules of marlin_mxfp8: passes no alpha, beta or "
+        "limit"
     )
     assert words in said
     (group,) = run("explain", path, "--device", "nvidia-a100", "--json").json["groups"]
@@ -1064,10 +1066,11 @@ def test_explain_places_experts_round_robin_where_vllm_does(run: Run, write: Cal
         {each["backend"]: each for each in result.json["groups"][0]["candidates"]} for result in (in_order, round_robin)
     )
     assert accepted["trtllm_mxfp8"]["accepted"] and "round-robin" in str(refused["trtllm_mxfp8"]["reasons"])
-    said = "the experts of model.layers.3-61.mlp.experts stay in order: vLLM places experts round-robin only"
+    said = "the experts of model.layers.3-61.mlp.experts stay in linear order: vLLM places experts round-robin only"
     assert said in " ".join(moving.err.split()) and "in order" not in round_robin.err + in_order.err
     alike = run("explain", write(), "--device", "cpu", "--json", "--ep", "--tp", "2", *asked)
-    assert alike.json["groups"][0]["problem"]["parallel"]["placement"] == "linear" and "stay in order" in alike.err
+    placement = alike.json["groups"][0]["problem"]["parallel"]["placement"]
+    assert placement == "linear" and "stay in linear order" in alike.err
     for wrong in ((), ("--ep",), ("--tp", "8")):
         result = run(*grouped, *wrong, *asked)
         assert result.status == 2 and f"{option}: this needs expert parallelism over 2 ranks" in result.err

@@ -77,7 +77,7 @@ def test_ranks_are_those_of_a_server(
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        (("--all2all-backend", "nixl_ep"), "--all2all-backend nixl_ep changes nothing here: vLLM uses it with expert"),
+        (("--all2all-backend", "nixl_ep"), "--all2all-backend nixl_ep changes nothing here: vLLM uses it only with"),
         (("--all2all-backend", "nixl_ep", "--dp", 2), "--all2all-backend nixl_ep changes nothing here"),
         (("--all2all-backend", "nixl_ep", "--tp", 2, "--ep"), "--all2all-backend nixl_ep changes nothing here"),
         (("--all2all-backend", "naive"), "--all2all-backend naive changes nothing here"),
@@ -91,7 +91,7 @@ def test_ranks_are_those_of_a_server(
         ),
         (
             ("--ep", "--dp", 2, "--all2all-backend", "deepep_low_latency"),
-            "a server leaves layers that none runs to stock vLLM, if that can",
+            "a server leaves layers that none runs to stock vLLM, if stock vLLM can run them",
         ),
     ],
 )
@@ -154,7 +154,7 @@ def test_data_parallel_ranks_can_move_and_place_experts(run: Run, write: Callabl
     asked = (*spread, "--expert-placement-strategy", "round_robin")
     in_order = run(*asked)
     assert in_order.json["groups"][0]["problem"]["parallel"]["placement"] == "linear"
-    assert "where an all-to-all runs, only with a batched one" in in_order.err
+    assert "with an all-to-all, only if it is a batched one" in in_order.err
     batched = run(*asked, "--all2all-backend", "deepep_low_latency")
     assert batched.json["groups"][0]["problem"]["parallel"]["placement"] == "round_robin"
 
@@ -365,7 +365,7 @@ def gpt_oss(write: Callable[..., Path]) -> Path:
     [
         (kimi, ("--tp", 16), "(3072 over 16 ranks: 192), which no backend here loads (TP 8 or expert parallelism"),
         (kimi, ("--tp", 16, "--dp", 2), "which no backend here loads (TP 8 x DP 2 or expert parallelism"),
-        (kimi, ("--tp", 16, "--device", "cpu"), "if that can run experts that the model's code pads with zeros"),
+        (kimi, ("--tp", 16, "--device", "cpu"), "if stock vLLM can run experts that the model's code pads with zeros"),
         (gpt_oss, ("--tp", 16), "2880 / 16 = 180 is not a multiple of the scale group 32"),
         (gpt_oss, ("--dp", 3, "--ep"), "gives each of 3 ranks 10 of 32 experts"),
     ],
@@ -403,7 +403,7 @@ def test_a_model_that_vllm_refuses_gains_nothing(run: Run, tmp_path: Path) -> No
     told = "take 4- and 8-bit codes with sym true, the config says bits 4 and sym false"
     found = run("explain", tmp_path, "--device", "h100")
     assert found.status == 0 and told in words(found.out) and "a server does not start, unless" in words(found.out)
-    assert "gain over stock none if a server does not start: see the note" in words(found.out)
+    assert "gain over stock none, since a server would not start: see the note" in words(found.out)
     found = run("explain", tmp_path, "--device", "h100", "--json")
     (group,) = found.json["groups"]
     assert group["gain_over_stock"] is None and group["measure"] is None and any(told in x for x in found.json["notes"])

@@ -49,7 +49,7 @@ def test_without_a_gpu_one_line_says_so(run: Run, command: str, tmp_path: Path) 
         (("mxfp8:qwen3-30b-a3b@tp16",), "48 mod 32 = 16"),
         (("mxfp8:qwen3-30b-a3b@tp7",), "cannot be split over 7 ranks"),
         ((GPT_OSS, "--tokens", "1,x"), "is not a list of numbers from 1"),
-        ((GPT_OSS, "--routing", "sideways"), "is not a routing"),
+        ((GPT_OSS, "--routing", "sideways"), "is not a kind of routing"),
         ((GPT_OSS, "--replays", "1"), "--replays: 1 replays are too few"),
         ((GPT_OSS, "--jobs", "-1"), "--jobs: -1 processes"),
         ((GPT_OSS, "--budget", "0"), "--budget: 0 seconds"),
@@ -61,7 +61,7 @@ def test_without_a_gpu_one_line_says_so(run: Run, command: str, tmp_path: Path) 
         (("x" * 300,), "is neither a checkpoint's folder"),
         (("x" * 300 + ".json",), "File name too long"),
         # What would change nothing is said, and not ignored.
-        (("mxfp8:qwen3-30b-a3b@tp2", "--tp", "4"), "--tp: 4 ranks, and 'mxfp8:qwen3-30b-a3b@tp2' names others"),
+        (("mxfp8:qwen3-30b-a3b@tp2", "--tp", "4"), "--tp: 'mxfp8:qwen3-30b-a3b@tp2' names other ranks than 4"),
         (("mxfp8:qwen3-30b-a3b", "--tp", "2", "--ep"), "--ep: 'mxfp8:qwen3-30b-a3b' names a layer"),
         (("qwen3-30b-a3b", "--ep"), "--ep: 'qwen3-30b-a3b' names a layer"),
         (("qwen3-30b-a3b", "--tp", "3"), "list of served layers at 1, 2 ranks, not at 3"),
@@ -91,7 +91,7 @@ def test_tune_refuses_numbers_of_tokens_that_decide_nothing(run: Run) -> None:
         ),
         (
             ("mxfp4:gpt-oss-20b", "--quantization", "mxfp8"),
-            "--quantization: 'mxfp4:gpt-oss-20b' names a layer, whose format is known",
+            "--quantization: 'mxfp4:gpt-oss-20b' names a layer with its format",
         ),
         ((GPT_OSS, "--dp", "0"), "--dp: 0 ranks are not possible"),
         ((GPT_OSS, "--tiles", "-3"), "--tiles: -3 tile configurations"),
@@ -116,7 +116,7 @@ def test_tune_refuses_options_that_lead_nowhere(run: Run, arguments: tuple[Any, 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((GPT_OSS, "--scheme", "mxfp8"), "--scheme: there is no --shape"),
+        ((GPT_OSS, "--scheme", "mxfp8"), "--scheme: it is for --shape"),
         ((GPT_OSS, "--plot", "times.foo"), "--plot: times.foo: unknown image format. Valid are ."),
         ((GPT_OSS, "--plot", "times"), "--plot: times: unknown image format"),
         (

@@ -50,7 +50,7 @@ def test_what_goes_on_to_vllm_gets_vllms_names() -> None:
         (("verify", CONFIG, "--tp", "2"), "Hint: this command has one rank"),
         (("verify", CONFIG, "--tensor-parallel-size", "2"), "Hint: this command has one rank"),
         (("bench", CONFIG, "--device", "h200"), "Hint: explain answers for any GPU; this command runs on this machine"),
-        (("tune", CONFIG, "h200"), "It is a GPU's name: leave it out"),
+        (("tune", CONFIG, "h200"), "It is a GPU's name; leave it out"),
         (("tune", "gpt-os-20b"), "Did you mean gpt-oss-20b?"),
         (("tune", CONFIG, "-o", "x"), "Hint: give --jsonl FILE, --export FILE"),
         (("backends",), "Hint: status --verbose lists backends"),

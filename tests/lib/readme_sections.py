@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+
+_SPACE = "\0"
+
 
 def part(page: str, name: str) -> str:
     """What stands between the marks.
@@ -20,6 +25,12 @@ def with_part(page: str, name: str, text: str) -> str:
     """
     before, _, after = _cut(page, name)
     return f"{before}{text}\n{after}"
+
+
+def paragraph(*sentences: str) -> str:
+    """Sentences as a paragraph with lines of at most 120 characters; what is in backticks stays on one line."""
+    text = re.sub(r"`[^`]*`", lambda found: found[0].replace(" ", _SPACE), " ".join(sentences))
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False).replace(_SPACE, " ")
 
 
 def _cut(page: str, name: str) -> tuple[str, str, str]:

@@ -194,7 +194,7 @@ def test_a_cell_that_failed_is_not_one_that_is_missing(tmp_path: Path) -> None:
 def test_many_missing_times_are_not_filled_in(tmp_path: Path) -> None:
     made = decided(tmp_path, *times(HUMMING, 50), *times(MARLIN, 40), *lacking(64, 128, 256, 512))
     assert (made.backend, made.why, made.tunable) == (MARLIN, "measured", True)
-    assert f"{OWN}: measured at 32 and next at 1024 tokens, which leaves too much between" in made.explanation
+    assert f"{OWN}: measured at 32 and next at 1024 tokens, which is too wide a gap" in made.explanation
 
 
 def test_without_a_prediction_a_time_is_interpolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,7 +288,7 @@ def test_an_unfinished_measurement_decides_nothing_and_is_continued(
     only("slow", "fast")
     (decision,) = start(asked(tmp_path, 1))
     assert (decision.backend, decision.why) == ("slow", "static")
-    assert any("not measured to the end" in each.getMessage() for each in caplog.records)
+    assert any("not measured completely" in each.getMessage() for each in caplog.records)
     assert kept(tmp_path) == {}
     (decision,) = start(asked(tmp_path))
     assert (decision.backend, decision.why) == ("fast", "measured")

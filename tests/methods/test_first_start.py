@@ -192,7 +192,7 @@ def test_what_is_left_of_the_budget_is_for_the_next_shape(tmp_path: Path, caplog
     assert [each.why for each in found] == ["measured", "measured", "static", "static"]
     assert [name for name, _, _ in measuring.calls] == ["layers.768", "layers.512"]
     assert 0.3 < measuring.calls[1][2] < 0.5
-    assert sum("the 1 s are spent; the next start goes on" in each for each in caplog.messages) == 1
+    assert sum("the 1 s are spent; the next start continues" in each for each in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(
@@ -213,9 +213,8 @@ def test_half_of_the_numbers_of_tokens_do_not_decide(tmp_path: Path, caplog: pyt
     measurer.install(Measuring(counts=COUNTS[:3]))
     found = decided(asked(tmp_path))
     assert (found.backend, found.why) == ("static", "static") and "not sufficient" in found.explanation
-    assert any(
-        "its 60 s were spent; what is there is kept, and the next start goes on" in each for each in caplog.messages
-    )
+    said = "its 60 s were spent; the times so far are kept, and the next start continues"
+    assert any(said in each for each in caplog.messages)
     new_start()
     measurer.install(measuring := Measuring())
     assert decided(asked(tmp_path)).why == "measured" and len(measuring.calls) == 1

@@ -224,7 +224,7 @@ def test_a_rank_without_the_plugin_is_named_before_the_timeout(tmp_path: Path) -
     assert second == "stock"
     (remark,) = first["remarks"]
     assert "waiting for rank 1, up to 1 s" in remark
-    assert "rank 1 did not come within 1 s" in first["message"]
+    assert "rank 1 did not answer within 1 s" in first["message"]
     for text in (remark, first["message"]):
         assert "the plugin is not installed, not enabled or stands down there" in text
 

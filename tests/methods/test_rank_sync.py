@@ -121,7 +121,7 @@ def one_is_slow(processes: Any, folder: str) -> Any:
 
 def test_waiting_ranks_time_out_after_the_setting(tmp_path: Path) -> None:
     first, second = gloo_ranks.run(one_is_slow, 2, tmp_path, str(tmp_path))
-    assert "rank 1 did not come within 1.5 s" in first["message"]
+    assert "rank 1 did not answer within 1.5 s" in first["message"]
     assert "MOE_ORACLE_RANK_SYNC_TIMEOUT" in first["message"]
     assert SHORT - 0.5 <= first["seconds"] < SHORT + 5.0
     assert "message" in second  # the first one is gone by then

@@ -149,9 +149,9 @@ def _by(name: str, value: Any) -> Any:
     ("constructor", "words"),
     [
         (_raises, "Stock raises NotImplementedError: No MoE backend supports the configuration"),
-        (_by("mxfp8_backend", Emulated.EMULATION), "Stock has an emulation for it only"),
-        (_by("experts_cls", type("OCP_MXQuantizationEmulationTritonExperts", (), {})), "has an emulation for it only"),
-        (_by("emulate", True), "Stock has an emulation for it only"),
+        (_by("mxfp8_backend", Emulated.EMULATION), "Stock can only emulate it"),
+        (_by("experts_cls", type("OCP_MXQuantizationEmulationTritonExperts", (), {})), "can only emulate it"),
+        (_by("emulate", True), "Stock can only emulate it"),
     ],
 )
 @pytest.mark.parametrize("asked", [{}, {"lora": True}])

@@ -104,7 +104,7 @@ def test_half_of_a_skewed_run_does_not_count(counts: tuple[int, ...]) -> None:
     [
         ((8192,), "measured from 8192 tokens on"),
         ((1, 2, 4, 8, 16), "measured up to 16 tokens"),
-        ((1, 1024, 4096), "leaves too much between"),
+        ((1, 1024, 4096), "is too wide a gap"),
         ((), "measured at no number"),
     ],
 )

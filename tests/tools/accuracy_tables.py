@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from tests.lib.readme_sections import paragraph
 from vllm_moe_oracle.core.problem import Device
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -95,15 +96,17 @@ def formats() -> str:
     nears = sorted(2e4 * each["excess_half_width"] for each in backends)
     lines += [
         "",
-        f"{served_windows()} windows of {held['window']} tokens, {backends[0]['tokens']} predicted tokens of "
-        f"{len(held['text'])} texts; after ± stands the half-width of a one-sided limit of confidence of {sure:.1%}. A "
-        f"backend passes only where it is shown to be within, so one beyond passes at most once in "
-        f"{1 / held['alpha']:.0f} times for each limit. With the same certainty one passes that is two half-widths "
-        f"inside of the limits, and one is shown to be beyond that is two outside: {widths[0]:.2f} to "
-        f"{widths[-1]:.2f} % of perplexity around {likely:.1f} %, and {nears[0]:.1g} to {nears[-1]:.2g}e-4 nats. "
-        f"Student's t is exact for normal means; those of KL divergences are skewed. The whole model in "
-        f"bfloat16, with attention and the output layer, has a KL of {_mean(model)} ({name}, {model['tokens']} "
-        "tokens).",
+        paragraph(
+            f"{served_windows()} windows of {held['window']} tokens, {backends[0]['tokens']} predicted tokens of",
+            f"{len(held['text'])} texts. After ± stands the half-width of a one-sided confidence limit of {sure:.1%}.",
+            f"A backend that is beyond a limit of the gate passes at most once in {1 / held['alpha']:.0f} times, for",
+            "each limit. One that is two half-widths within the limits passes with the same certainty, and one that",
+            f"is two half-widths beyond is shown to be beyond. Two half-widths are {widths[0]:.2f} to",
+            f"{widths[-1]:.2f} % of perplexity, where the limit is {likely:.1f} %, and {nears[0]:.1g} to",
+            f"{nears[-1]:.2g}e-4 nats. Student's t is exact for normal means; those of KL divergences are skewed. The",
+            f"whole model in bfloat16, with attention and the output layer, has a KL of {_mean(model)} ({name},",
+            f"{model['tokens']} tokens).",
+        ),
     ]
     return "\n".join(lines)
 
@@ -133,8 +136,11 @@ def elsewhere(path: Path) -> str:
     windows = max(each["windows"] for found in figures("formats", path).values() for each in found.values())
     lines += [
         "",
-        f"{entry['device']}, {packages}; {windows} windows of {held['window']} tokens of {len(held['text'])} "
-        "texts: `python -m tests.tools.accuracy --write`, with `--dtype float16` and `--tp 2` where it is said.",
+        paragraph(
+            f"{entry['device']}, {packages}; {windows} windows of {held['window']} tokens of",
+            f"{len(held['text'])} texts: `python -m tests.tools.accuracy --write`, with `--dtype float16` and",
+            "`--tp 2` for the rows that say so.",
+        ),
     ]
     return "\n".join(lines)
 
@@ -153,11 +159,11 @@ def cut_off() -> str:
     """What the factor of `cpu_dequantized` is worth where vLLM's operator cuts numbers off."""
     ((name, found),) = figures("cut off").items()
     without, baseline = found["cpu_dequantized"], found[BASELINES["bfloat16"]]
-    return (
-        "On the processor of the first table vLLM's operator cuts numbers off where others round them, and outputs "
-        "are 0.56 % too small. Without the factor by which `cpu_dequantized` makes up for that, its KL is "
-        f"{_mean(without)}, where MLPs in bfloat16 have {_mean(baseline)} ({name}, the first {without['windows']} "
-        f"windows, 1e-4 nats), and its perplexity is off by {_change(without)}."
+    return paragraph(
+        "On the processor of the first table vLLM's operator truncates numbers where others round them, and outputs",
+        "are 0.56 % too small. `cpu_dequantized` corrects that by a factor. Without the factor its KL is",
+        f"{_mean(without)}, where MLPs in bfloat16 have {_mean(baseline)} ({name}, the first {without['windows']}",
+        f"windows, 1e-4 nats), and its perplexity is off by {_change(without)}.",
     )
 
 
@@ -187,12 +193,14 @@ def faults() -> str:
     tokens = found["none"]["tokens"]
     lines += [
         "",
-        f"{tokens} tokens; each fault in every layer of the emulation. Of {len(faulty)} faults this gate catches "
-        f"{len(caught)} and lets {sum(each['passes'] for each in faulty.values())} pass. *Neither* means that more "
-        f"windows are needed, for what is right, too: `cpu_dequantized` passes with {served_windows()}. A gate that "
-        f"allows a loss of 8 points, as one on GSM8K's score does, lets {len(passed)} pass, "
-        f"{len(set(passed) & set(caught))} of which this gate catches. The last fault changes nothing here: routing "
-        "weights are all alike.",
+        paragraph(
+            f"{tokens} tokens; each fault in every layer of the emulation. Of {len(faulty)} faults this gate catches",
+            f"{len(caught)} and lets {sum(each['passes'] for each in faulty.values())} pass. *Neither* means that more",
+            f"windows are needed, also for what is right: `cpu_dequantized` passes with {served_windows()}. A gate",
+            f"that allows a loss of 8 points, as one on GSM8K's score does, lets {len(passed)} pass,",
+            f"{len(set(passed) & set(caught))} of which this gate catches. The last fault changes nothing here,",
+            "because all routing weights are alike.",
+        ),
     ]
     return "\n".join(lines)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.lib import configs
+from tests.lib.readme_sections import paragraph
 from vllm_moe_oracle import api, settings
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.core.problem import Device
@@ -118,7 +119,7 @@ def table() -> str:
     held = json.loads(GOLDEN.read_text())
     counts = total(held["counts"])
     kinds = [kind for kind in ORDER if any(kind in each for each in counts.values())]
-    lines = [f"| answers for | {' | '.join(kinds)} | by figures |", "|---" * (2 + len(kinds)) + "|"]
+    lines = [f"| answers for | {' | '.join(kinds)} | by times |", "|---" * (2 + len(kinds)) + "|"]
     for key, each in counts.items():
         lines.append(f"| {key} | {' | '.join(str(each.get(kind, 0)) for kind in kinds)} | {share(each):.1%} |")
     every: Counter[str] = sum(counts.values(), Counter())
@@ -126,8 +127,11 @@ def table() -> str:
         [
             *lines,
             "",
-            f"{held['configs']} configs over 1, 2, 4 and 8 ranks (`{held['command']}`), {sum(every.values())} answers. "
-            f"{share(every):.1%} of those that are not left to stock vLLM are decided by figures.",
+            paragraph(
+                f"{held['configs']} configs over 1, 2, 4 and 8 ranks (`{held['command']}`), {sum(every.values())}",
+                f"answers. {share(every):.1%} of those that are not left to stock vLLM are decided by measured or",
+                "predicted times.",
+            ),
         ]
     )
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from tests.lib import golden_files, readme_sections
+from tests.lib.readme_sections import paragraph
 from tests.tools import accuracy_tables, batched_table, evidence, page_one, ranks_table, recipes, tile_search_table
 from vllm_moe_oracle import __version__
 from vllm_moe_oracle import settings as settings_module
@@ -87,7 +88,8 @@ def numbers() -> str:
     costs = json.loads(COSTS.read_text())
     lines = ["| what | measured |", "|---|---|"]
     lines += [f"| {row['what']} | {row['value']:g} {row['unit']} |" for row in costs["rows"]]
-    return "\n".join([*lines, "", f"{costs['conditions']}. Repeat with `{costs['command']}`."])
+    words = paragraph(f"{costs['conditions']}. Repeat with `{costs['command']}`.")
+    return "\n".join([*lines, "", words])
 
 
 def kernels() -> str:
@@ -118,8 +120,8 @@ def kernels() -> str:
         [
             *lines,
             "",
-            "Stock's default time over ours: geometric mean (worst to best layer and token count). Stock's default for "
-            "MXFP4 includes softmax and top-k.",
+            "Stock's default time over ours: geometric mean (worst to best cell). For MXFP4 stock's includes softmax "
+            "and top-k.",
         ]
     )
 

@@ -252,8 +252,8 @@ def _left_out_of_layer(
 def left_out_table(found: Sequence[LeftOut]) -> str:
     """How far filled times are off, how often choices change and what it costs, in Markdown."""
     lines = [
-        "| GPU | taken out | filled in | off (RMS) | within the error | choices changed | mean time lost, at most | "
-        "changed without | lost, at most |",
+        "| GPU | taken out | filled in | error (RMS) | within the stated error | choices changed | lost, at most | "
+        "choices changed without | lost without, at most |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for gpu, cells, how in sorted({(each.gpu, each.cells, each.how) for each in found if each.off}):

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.lib.readme_sections import paragraph
 from tests.tools import recipes
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.core.problem import Device
@@ -27,28 +27,31 @@ from vllm_moe_oracle.settings import load
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-def _wrapped(*sentences: str) -> str:
-    """Sentences as a paragraph with lines of at most 120 characters."""
-    return textwrap.fill(" ".join(sentences), 120, break_long_words=False, break_on_hyphens=False)
-
-
 def gain() -> str:
-    """The gain over stock in a sentence, for each GPU."""
-    found = []
+    """The gain over stock, one line for each GPU."""
     machines = [each for each in html_report.machines(recipes.panels()) if each.spans]
+    spans = dict.fromkeys(span for machine in machines for span, _ in machine.spans)
+    heads = ("MoE layers on", "all", *spans, "range", "times")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for machine in sorted(machines, key=lambda each: -sum(len(rows) for _, rows in each.families)):
         compared = plots.compared_with_stock([each for _, rows in machine.families for each in rows])
         ratios = _ratios(compared)
-        spans = ", ".join(f"{figure[:-1]} at {words}" for words, figure in machine.spans)
-        mean = f"{statistics.geometric_mean(ratios):.2f}"
-        found.append(
-            f"On {machine.name}, MoE layers run **{mean} times as fast as stock vLLM's default**: geometric mean of "
-            f"{len(ratios)} times of {len(compared)} layers of public models, {min(ratios):.2f} to {max(ratios):.2f}; "
-            f"{spans}."
+        cells = (
+            machine.name,
+            f"**{statistics.geometric_mean(ratios):.2f}**",
+            *(dict(machine.spans).get(span, "")[:-1] for span in spans),  # without the sign of times
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
+            f"{len(ratios)} of {len(compared)} layers",
         )
-    only = ["No other GPU has been measured."] if len(found) == 1 else []
-    how = "Bands in the picture are the slowest and the fastest layer; "
-    return _wrapped(*found, *only, how + "[how it was measured](vllm_moe_oracle/measuring/README.md).")
+        lines.append(f"| {' | '.join(cells)} |")
+    only = ["No other GPU has been measured."] if len(lines) == 3 else []
+    words = paragraph(
+        "Stock vLLM's default time over the plugin's: geometric means over layers of public models, by tokens in a",
+        "step. Bands in the picture are the slowest and the fastest layer.",
+        *only,
+        "[How it was measured](vllm_moe_oracle/measuring/README.md).",
+    )
+    return "\n".join([*lines, "", words])
 
 
 def _ratios(panels: Iterable[LayerPanel]) -> list[float]:
@@ -85,10 +88,9 @@ def served_models(paths: Sequence[Path]) -> str:
             weights = "random weights" if "dummy" in data["options"] else "the checkpoint's weights"
             conditions[f"{where}; {weights}; {given['input_len']} tokens in, {given['output_len']} out."] = None
             lines.append(f"| {model}, {given['concurrency']} at a time | {' | '.join(map(_served_cell, metrics))} |")
-    words = _wrapped(
-        "By `vllm bench serve`, servers by turns (`vllm-moe-oracle ab`):", *conditions, "The percentage is the mean of",
-        "the turns' ratios, ≈ where the noise between turns covers it. Starts with warm caches, seconds:",
-        f"{', '.join(starts)}.",
+    words = paragraph(
+        "By `vllm-moe-oracle ab`, with `vllm bench serve`:", *conditions, "Percentages are means of the turns' ratios;",
+        f"≈: within the noise between turns. Starts with warm caches, seconds: {', '.join(starts)}.",
     )  # fmt: skip
     return "\n".join([*lines, "", words])
 
@@ -101,9 +103,6 @@ def _served_cell(metric: Mapping[str, Any]) -> str:
 
 def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-"""Names of the committed runs' models."""
 
 
 def help_table() -> str:
@@ -123,14 +122,14 @@ def help_table() -> str:
         [
             *lines,
             "",
-            _wrapped(
-                "*Measured*: the layers of the recipes are chosen by times on this GPU, and the figure is their gain",
+            paragraph(
+                "*Measured*: layers of the recipes are chosen by times on this GPU, and the figure is their mean gain",
                 "over stock; most other shards, expert parallelism and zero points are predicted. *Predicted*: chosen",
-                "by times of a model that is fitted to an H200 and an H100; other cards were not compared. *Static*:",
+                "by a latency model that is fitted to an H200 and an H100; other cards were not compared. *Static*:",
                 "vLLM's own kernels in vLLM's order, checked, without a gain until a server's first start measures;",
-                "on a CPU [slower than the model in 16 bits](vllm_moe_oracle/ACCURACY.md#speed), with its memory.",
-                "Models in 16 bits under `--quantization mxfp4` are static where FlashInfer is installed.",
-                "*Not* names models with layers that nothing here runs.",
+                "so are 16-bit models under `--quantization mxfp4` where FlashInfer is installed. On a CPU experts",
+                "are [slower than in 16 bits](vllm_moe_oracle/ACCURACY.md#speed), and take the same memory. *Stands",
+                "down*: the plugin does nothing. *Not*: models with layers that nothing here runs.",
             ),
         ]
     )

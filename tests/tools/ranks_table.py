@@ -13,20 +13,20 @@ from tests.lib import golden_files
 PATH = golden_files.newest("ranks", "h100")
 CASES = {
     "tensor parallel 2": ("tp2", "prefix caching", "chunked prefill", "async scheduling"),
-    "tensor parallel 2, whole experts on each rank": ("tp2 ep", "reload, ep", "eplb"),
-    "data parallel 2, experts cut over the ranks": ("dp2",),
-    "data parallel 2, whole experts on each rank": ("dp2 ep",),
+    "tensor parallel 2, with expert parallelism": ("tp2 ep", "reload, ep", "eplb"),
+    "data parallel 2, experts sharded over the ranks": ("dp2",),
+    "data parallel 2, with expert parallelism": ("dp2 ep",),
     "pipeline parallel 2": ("pipeline",),
     "tensor parallel 2, vLLM's own kernels, eager": ("tp2, static",),
-    "the same, whole experts on each rank": ("tp2 ep, static",),
-    "reload of another checkpoint and back (tensor parallel, also with whole experts)": ("reload", "reload, ep"),
-    "sleep, levels 1 and 2": ("sleep",),
-    "expert load balancing, at once and beside requests": ("eplb", "eplb, async"),
+    "the same, with expert parallelism": ("tp2 ep, static",),
+    "reload of another checkpoint and back (tensor parallel, also with expert parallelism)": ("reload", "reload, ep"),
+    "sleep mode, levels 1 and 2": ("sleep",),
+    "EPLB (expert load balancing), synchronous and asynchronous": ("eplb", "eplb, async"),
     "LoRA on the attention, with and without it in one batch": ("lora",),
-    "LoRA on the experts, cut over the ranks": ("expert lora",),
-    "LoRA on the experts, whole experts on each rank": ("expert lora, ep",),
-    "drafts by n-grams": ("ngram drafts",),
-    "drafts by a layer of the model, quantized or in 16 bits": ("mtp",),
+    "LoRA on the experts, tensor parallel": ("expert lora",),
+    "LoRA on the experts, expert parallel": ("expert lora, ep",),
+    "speculative decoding by n-grams": ("ngram drafts",),
+    "speculative decoding by the model's MTP layer, quantized or in 16 bits": ("mtp",),
     "prefix caching": ("prefix caching",),
     "chunked prefill": ("chunked prefill",),
     "async scheduling": ("async scheduling",),
@@ -44,7 +44,7 @@ def table() -> str:
     """One line for each way of cutting a model and each feature: by this project's kernels with CUDA graphs, unless the
     line says vLLM's own, which are those of the static choice."""
     formats = {row["format"] for row in rows() if " mtp" not in row["format"]}
-    lines = ["| over two GPUs | formats | largest difference of a logprob from transformers |", "|---|---|---|"]
+    lines = ["| over two GPUs | formats | largest difference of a logprob from float32 transformers |", "|---|---|---|"]
     for name, cases in CASES.items():
         named = {*cases, *(f"{case}, own, graphs" for case in cases)}
         found = [row for row in rows() if ("mtp" if " mtp" in row["format"] else row["case"]) in named]

@@ -72,7 +72,7 @@ def test_a_second_gpu_appears(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipes, "panels", lambda: own + others)
     text = page_one.gain()
     assert "No other GPU has been measured" in before and "No other GPU" not in text
-    assert f"On NVIDIA H100, vLLM {NEWEST}, MoE layers run" in text.replace("\n", " ")
+    assert f"\n| NVIDIA H100, vLLM {NEWEST} | **" in text
 
 
 def test_what_decides_is_what_the_oracle_says() -> None:

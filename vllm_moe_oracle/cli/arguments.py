@@ -66,7 +66,9 @@ ExpertParallel = Annotated[
 ]
 BatchInvariant = Annotated[
     bool | None,
-    typer.Option("--batch-invariant/--no-batch-invariant", help="By default VLLM_BATCH_INVARIANT as it is here."),
+    typer.Option(
+        "--batch-invariant/--no-batch-invariant", help="As vLLM's VLLM_BATCH_INVARIANT. [default: the variable]"
+    ),
 ]
 Quantization = Annotated[
     str,

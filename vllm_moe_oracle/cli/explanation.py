@@ -133,7 +133,7 @@ def _describe_gain(group: LayerGroup) -> str:
     """The gain over stock vLLM, or why none is known."""
     assert group.decision is not None
     if group.refused:
-        return "none if a server does not start: see the note"
+        return "none, since a server would not start: see the note"
     if group.gain is not None:
         return str(group.gain)
     if is_stock_kernel(group.decision, default_registry()):

@@ -79,7 +79,7 @@ class KeptTurns:
         if head != identity:
             raise MeasurementError(
                 "holds the turns of another model, other options or other packages",
-                "Run it as it was, or leave out --resume",
+                "Repeat that run's command, or leave out --resume",
                 where,
             )
         with boundary(MeasurementError, "does not hold the turns of a run", where=where):

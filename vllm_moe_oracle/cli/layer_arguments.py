@@ -63,11 +63,11 @@ def resolve_problems(
             rule = f"{word!r} names a layer by the ranks that shard it"
             raise MeasurementError(rule, f"Give --tp {tp * dp}, or the model's config.json", "--dp")
         if quantization:
-            rule = f"{word!r} names a layer, whose format is known"
-            raise MeasurementError(rule, "Leave it out, or give the model's config.json", "--quantization")
+            rule = f"{word!r} names a layer with its format"
+            raise MeasurementError(rule, "Leave the option out, or give the model's config.json", "--quantization")
         if ":" in word:
             if "@" in word and tp != 1 and not word.endswith(f"@tp{tp}"):
-                raise MeasurementError(f"{tp} ranks, and {word!r} names others", "Leave one of them out", "--tp")
+                raise MeasurementError(f"{word!r} names other ranks than {tp}", "Leave one of them out", "--tp")
             found.append(model_shapes.parse(word if "@" in word or tp == 1 else f"{word}@tp{tp}"))
         elif word in model_shapes.names():
             found += _served_formats(word, tp)
@@ -75,7 +75,7 @@ def resolve_problems(
             rule = f"{word!r} is neither a checkpoint's folder nor a config.json nor the name of a layer"
             known = model_shapes.names()
             remedy = f"{did_you_mean(word, known)}Names are SCHEME:SHAPE, with SHAPE one of {', '.join(known)}"
-            here = "It is a GPU's name: leave it out, this machine's GPU is measured"
+            here = "It is a GPU's name; leave it out, since this machine's GPU is measured"
             raise MeasurementError(rule, here if catalog.find_spec(word) else remedy)
     if not found:
         raise MeasurementError("there are no layers to measure")
@@ -120,7 +120,7 @@ def require_gpu() -> Device:
         remedy = "Measure on the machine that serves, and carry its profile: tune --export FILE there, then set profile"
         raise MeasurementError(rule, remedy)
     if "vllm" not in here.packages:
-        raise MeasurementError("vLLM is not installed", "Install it: what is measured are its kernels, too")
+        raise MeasurementError("vLLM is not installed", "Install it: its kernels are measured, too")
     return here
 
 

@@ -107,9 +107,10 @@ def group_layers(
             if stock is not None:
                 left_to = default_registry()[stock.backend].stock_class_name
                 objections = "; ".join(map(str, stock.reasons))
-                failure = f"left to stock vLLM, whose {left_to} does not ask what {stock.backend} does: {objections}"
+                rules = f"its {left_to} does not have these rules of {stock.backend}: {objections}"
+                failure = f"left to stock vLLM: {rules}"
             elif left_to:
-                failure = f"left to stock vLLM, if that can run {' and '.join(features)}: {failure}"
+                failure = f"left to stock vLLM, if stock vLLM can run {' and '.join(features)}: {failure}"
         same = decision and dataclasses.replace(decision, problem=problem.key())
         key = (problem.key(), same, failure)
         command = measure if decision is not None and decision.tunable else ""

@@ -131,7 +131,7 @@ class Routing:
     hash_routing: bool = False
 
     def of_routed_tokens(self) -> Routing:
-        """What of it kernels see that get tokens with their experts and weights."""
+        """The part that concerns kernels that get routed tokens."""
         return Routing(apply_router_weight_on_input=self.apply_router_weight_on_input)
 
 

@@ -171,7 +171,8 @@ def check_or_fallback(
         if kernel_built or mode == "strict" or is_binding(method) or not outcome.alternatives:
             if not weights.passed:
                 raise NoBackendError(failure, "Choose another backend", problem.layer)
-            remedy = "Choose another backend, and report this with the model's name; MOE_ORACLE_SELF_CHECK=off skips it"
+            remedy = "Choose another backend, and report this with the model's name; "
+            remedy += "MOE_ORACLE_SELF_CHECK=off skips the check"
             raise SelfCheckError(failure, remedy, problem.layer)
         code = "self_check" if weights.passed else "weights"
         detail = "failed its self-check on the loaded weights" if weights.passed else "cannot hold the loaded weights"

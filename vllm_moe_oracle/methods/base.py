@@ -172,7 +172,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         except Exception as refusal:  # stock's own choice of a kernel is its constructor; it raises many types
             method, limitation = None, f"raises {type(refusal).__name__}: {sanitize(str(refusal))}"
         if method is not None and current_adapter().is_emulated_by_stock(method):
-            method, limitation = None, "has an emulation for it only"
+            method, limitation = None, "can only emulate it"
         if method is None:
             needs = f"{' and '.join(features)}: " if features else ""
             rule, separator, table = error.rule.partition("\n")
@@ -226,7 +226,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         layer, name = current_layer()
         load_summary.start_layer(name)
         if self.adapter.loads_saved_state():
-            rule = "a saved state holds the tensors of kernels, which would be converted once more as a checkpoint's"
+            rule = "a saved state holds the kernels' tensors, which would be converted a second time"
             raise CheckpointError(rule, "Load the original checkpoint, with another --load-format", name)
         with rank_sync.notify_on_failure(rank_agreement.make_group(), f"the settings and the shape of {name}"):
             self.settings = chosen = settings.load(additional_config=self.adapter.additional_config())

@@ -145,7 +145,7 @@ def _candidates(
         rule = f"{settings.measure_at_start:g} s do not fit into the {settings.rank_sync_timeout:g} s that ranks wait"
         return (), f"{rule}; set {env_var('rank_sync_timeout')} to {settings.measure_at_start + _WAIT_MARGIN:g} or more"
     if _start.spent >= settings.measure_at_start:
-        return (), f"the {settings.measure_at_start:g} s are spent; the next start goes on"
+        return (), f"the {settings.measure_at_start:g} s are spent; the next start continues"
     return names, ""
 
 
@@ -187,7 +187,7 @@ def _measure(
         logger.warning("moe_oracle: %s: %s could not be measured and is left out: %s", problem.layer, name, why)
     if outcome.unfinished:
         logger.warning(
-            "moe_oracle: %s: not measured to the end: %s; what is there is kept, and the next start goes on",
+            "moe_oracle: %s: not measured completely: %s; the times so far are kept, and the next start continues",
             problem.layer, sanitize(outcome.unfinished),
         )  # fmt: skip
     _start.layers.append(_MeasuredLayer(problem, static.backend, outcome, time.monotonic() - begin))

@@ -175,8 +175,8 @@ def record_conversion(decision: Decision) -> None:
     words = ", ".join(f"{backend} x {count}" for backend, count in sorted(counts.items()))
     logger.info("moe_oracle: %d of %d MoE layers run through the oracle: %s", len(_model.decisions), total, words)
     if others:
-        why = "unquantized, in a format that is not supported here, or with a reason above"
-        logger.warning("moe_oracle: %d MoE layers are stock vLLM's: %s: %s", len(others), why, ", ".join(others))
+        why = "they are unquantized, in a format that is not supported here, or have a warning above"
+        logger.warning("moe_oracle: %d MoE layers are left to stock vLLM (%s): %s", len(others), why, ", ".join(others))
     decision_records.write_record(model_report(total))
     if _model.settings is not None:
         first_start.log_summary(_model.decisions, functools.partial(_tune_command, settings=_model.settings))

@@ -259,7 +259,7 @@ def _wait(work: tuple[Any, ...], group: RankGroup, rank: int, topic: str, deadli
     except RuntimeError as error:
         if time.monotonic() < deadline:
             raise _connection_lost(rank, topic, error) from error
-        rule = f"rank {rank} did not come within {group.timeout:g} s"
+        rule = f"rank {rank} did not answer within {group.timeout:g} s"
         remedy = f"Its log says what it was doing; {_NO_PLUGIN}. MOE_ORACLE_RANK_SYNC_TIMEOUT lengthens the wait"
         raise RankSyncError(rule, remedy, topic) from error
 

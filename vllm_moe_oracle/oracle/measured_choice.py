@@ -79,13 +79,13 @@ class LatencyCurve:
         if not counts:
             return "measured at no number of tokens"
         if counts[0] > objective.weights[0][0]:
-            return f"measured from {counts[0]} tokens on, the objective begins at {objective.weights[0][0]}"
+            return f"measured from {counts[0]} tokens on; the objective begins at {objective.weights[0][0]}"
         if objective.largest > counts[-1] * MAX_TOKEN_RATIO:
-            return f"measured up to {counts[-1]} tokens, the objective goes to {objective.largest}"
+            return f"measured up to {counts[-1]} tokens; the objective goes to {objective.largest}"
         for low, high in itertools.pairwise(counts):
             inside = any(low < count < high for count, _ in objective.weights)
             if inside and high > low * MAX_TOKEN_RATIO:
-                return f"measured at {low} and next at {high} tokens, which leaves too much between"
+                return f"measured at {low} and next at {high} tokens, which is too wide a gap"
         return ""
 
     def time_at(self, routing: str, tokens: int) -> float:

@@ -130,8 +130,8 @@ def decide(
 ) -> Decision:
     """Decides which backend runs a layer.
 
-    In order of precedence: a per-layer override, the `backend` setting, vLLM's ``--moe-backend``, measurements, the
-    static order.
+    In order of precedence: a per-layer override, the `backend` setting, vLLM's ``--moe-backend``, measured or predicted
+    times, the static order.
 
     Args:
         problem: the layer on this rank.
@@ -139,7 +139,7 @@ def decide(
         settings: the user's settings.
         moe_backend: vLLM's ``--moe-backend``.
         registry: the backends; None for the default registry of this process.
-        measurements: what was measured of this layer on such a machine; None to decide without measurements.
+        measurements: times of this layer on such a machine; None to decide without times.
 
     Raises:
         NoBackendError: no backend can run the layer, or the requested one cannot (and ``on_unavailable`` is not

@@ -50,10 +50,11 @@ def command(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="As vllm serve takes it. Options after it are vLLM's.", metavar="MODEL")],
     turns: Annotated[
-        int, typer.Option(help="Starts of each server; one says nothing about noise.", metavar="N", parser=read_count)
+        int,
+        typer.Option(help="Starts of each server. One start says nothing about noise.", metavar="N", parser=read_count),
     ] = 3,
     prompts: Annotated[
-        str, typer.Option(help="Requests of each benchmark; one number, or one for each concurrency.", metavar="N,...")
+        str, typer.Option(help="Requests of each benchmark: one number, or one for each concurrency.", metavar="N,...")
     ] = "200",
     input_len: Annotated[int, typer.Option(help="Tokens of each request.", metavar="N", parser=read_count)] = 512,
     output_len: Annotated[int, typer.Option(help="Tokens of each answer.", metavar="N", parser=read_count)] = 128,
@@ -61,14 +62,14 @@ def command(
         str, typer.Option(help="Requests at the same time; each number is a benchmark of its own.", metavar="N,...")
     ] = "16",
     seed: Annotated[
-        int, typer.Option(help="Of the prompts, which are the same in all turns.", metavar="N", parser=read_count)
+        int, typer.Option(help="Seed of the prompts, which are the same in all turns.", metavar="N", parser=read_count)
     ] = 0,
     first_starts: Annotated[
         bool,
         typer.Option(
             "--first-starts/--no-first-starts",
-            help="Start each server once before, and send it some requests, uncounted: first starts compile, and read "
-            "weights from disk.",
+            help="Start each server once before the turns, and send it some requests. This is not counted, since first "
+            "starts compile, and read weights from disk.",
         ),
     ] = True,
     port: Annotated[int, typer.Option(help="The servers' port; 0 for a free one.", metavar="N", parser=read_count)] = 0,
@@ -79,7 +80,7 @@ def command(
         Path | None, typer.Option(help="Keep the logs and the benchmarks' results in this folder.", metavar="DIR")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the turns that an ended run left in --logs.")
+        bool, typer.Option("--resume", help="Continue a run that ended, after the turns that it left in --logs.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -100,16 +101,17 @@ def command(
       0  both were measured, whichever is faster
       2  the input or this machine cannot be used; one line on standard error says
          what
-      3  the servers were not what is compared: the plugin's ran no layer of the
-         plugin, or stock's did
+      3  nothing is compared: the plugin's server ran no layer through the plugin,
+         or stock's server did
       4  a server did not start, or a benchmark failed; its last lines are on
          standard error
-    After 3, 4 or a signal the turns before it are shown, and --resume goes on.
+      130  interrupted
+    After 3, 4 or a signal the completed turns are shown, and --resume continues.
     """
     loads = _loads(prompts, concurrency, input_len, output_len, seed)
     _check(turns, start_timeout, port)
     if resume and logs is None:
-        raise MeasurementError("there is nothing to go on with", "Give the folder of the ended run: --logs", "--resume")
+        raise MeasurementError("there is nothing to resume", "Give the folder of the ended run: --logs", "--resume")
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
         raise CheckpointError("no such file or folder", "Give a checkpoint's folder, or a name of the Hub", model)
     run = _Run(model, tuple(each for each in context.args if each != "--"), loads, port, start_timeout)
@@ -139,7 +141,7 @@ def command(
             status = ended.code if isinstance(ended.code, int) else EXIT_INCOMPLETE
     if measured:
         if status:
-            output.print_message("warning", f"ended after {len(measured)} of {turns} turns, which follow")
+            output.print_message("warning", f"ended after {len(measured)} of {turns} turns; their figures follow")
         metrics = _metrics(run.loads, measured)
         if as_json:
             _print_json(run, turns, kept.first, measured, metrics)
@@ -459,6 +461,6 @@ def _sentence(turns: int, throughput: PairedComparison) -> str:
         return f"One turn says nothing about noise: output changed by {change}. Measure with --turns 3 or more."
     interval = f"{CONFIDENCE:.0%} interval {throughput.low - 1:+.1%} to {throughput.high - 1:+.1%}, {turns} turns"
     if not throughput.differs:
-        return f"No gain is shown: output changed by {change}, and the noise between turns covers 0 ({interval})."
+        return f"No gain is shown: output changed by {change}, which is within the noise between turns ({interval})."
     word = "gain" if throughput.ratio > 1 else "loss"
     return f"A {word}: output changed by {change} ({interval})."

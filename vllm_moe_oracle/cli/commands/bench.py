@@ -63,7 +63,7 @@ def command(
     shape: Annotated[
         str,
         typer.Option(
-            help="Names of model shapes, each optionally with @tpN; a wrong one lists all.",
+            help="Names of model shapes, each optionally with @tpN. An unknown name lists all.",
             metavar="NAME,...",
             autocompletion=completion.several(model_shapes.names),
         ),
@@ -81,7 +81,7 @@ def command(
     stock: Annotated[
         str,
         typer.Option(
-            help="Stock layers beside ours: values of --moe-backend, or none.",
+            help="Stock vLLM's layers beside the plugin's: values of --moe-backend, or none.",
             metavar="NAME,...",
             autocompletion=completion.several(lambda: [*completion.vllm_backends(), "none"]),
         ),
@@ -177,7 +177,7 @@ def _kernel_shapes(
 
     words = list(models or [])
     if scheme is not None and not shape:
-        raise MeasurementError("there is no --shape that these formats are for", "Name shapes with --shape", "--scheme")
+        raise MeasurementError("it is for --shape, which is not given", "Name shapes with --shape", "--scheme")
     schemes = [name for name in (DEFAULT_SCHEMES if scheme is None else scheme).split(",") if name]
     words += [f"{name}:{each}" for each in shape.split(",") if each for name in schemes]
     if not words:
@@ -203,7 +203,7 @@ def _bench_options(
     from ...measuring.benchmarks import BenchOptions
 
     if routing not in ("uniform", "skewed"):
-        raise MeasurementError(f"{routing!r} is not a routing", "Write uniform or skewed", "--routing")
+        raise MeasurementError(f"{routing!r} is not a kind of routing", "Write uniform or skewed", "--routing")
     layer_arguments.check_options(replays, jobs, budget)
     known = [each.name for each in default_registry()]
     if unknown := [name for name in backend.split(",") if name and name not in known]:

@@ -60,7 +60,7 @@ def command(
         str,
         typer.Option(
             help=f"auto (this machine), {', '.join(known_device_names())}, or a JSON file with at least "
-            "kind and name: status --json prints one. A name stands for the newest tested vLLM; short forms such as "
+            "kind and name, as status --json prints it. A name stands for the newest tested vLLM; short forms such as "
             "h200 and 4090 are known. cpu stands for a machine with AVX2 and enough memory.",
             metavar="NAME|FILE",
             autocompletion=lambda: ["auto", *known_device_names()],
@@ -93,7 +93,7 @@ def command(
     ] = False,
     lora_target_modules: Annotated[
         list[str] | None,
-        typer.Option(help="With --lora: a module that adapters are for, as vLLM's; may be repeated.", metavar="NAME"),
+        typer.Option(help="With --lora: a module that has adapters, as vLLM's option. Repeatable.", metavar="NAME"),
     ] = None,
     eplb: Annotated[
         bool, typer.Option("--eplb", help="Experts may move between ranks, as vLLM's --enable-eplb; needs --ep.")
@@ -101,16 +101,14 @@ def command(
     expert_placement_strategy: Annotated[
         str,
         typer.Option(
-            help="linear gives each rank neighbors, round_robin places experts round-robin; as vLLM's. Needs --ep.",
+            help="linear gives each rank consecutive experts, round_robin places them in turn; as vLLM's. Needs --ep.",
             metavar="NAME",
             autocompletion=lambda: ["linear", "round_robin"],
         ),
     ] = "linear",
     backend: Annotated[
         str | None,
-        typer.Option(
-            help="As the setting backend: --set backend=NAME.", metavar="NAME", autocompletion=completion.any_backends
-        ),
+        typer.Option(help="Short for --set backend=NAME.", metavar="NAME", autocompletion=completion.any_backends),
     ] = None,
     moe_backend: Annotated[
         str,
@@ -134,7 +132,7 @@ def command(
 
     Reads the checkpoint's config only; needs no GPU, no torch and no vLLM. The row "why" begins with what decided:
     user or override (you), measured or predicted times, or the static order. A static choice that measurements could
-    improve ends with the command that takes them.
+    improve ends with the command that takes the measurements.
 
     \b
     Examples:
@@ -146,10 +144,11 @@ def command(
 
     \b
     Exit status:
-      0  every group of layers has a backend or is left to stock vLLM, or all of
-         the model is: it has no experts, or is in a format that is not served
-      3  a group has none, and a server would not start; the table is printed all
-         the same
+      0  every group of layers has a backend or is left to stock vLLM; or the whole
+         model is left to stock vLLM, since it has no experts or is in a format
+         that is not served
+      3  a group has no backend and a server would not start; the table is printed
+         nevertheless
       2  the input cannot be used; one line on standard error says what and where
     """
     round_robin = _check_options(path, Ranks(tp, dp, ep), eplb, expert_placement_strategy)
@@ -206,7 +205,7 @@ def command(
     placement = _placement_notes((*model, *mtp), round_robin)
     parallelism = _parallelism_notes(ranks, all2all_backend, groups, machine)
     server = _server_notes(chosen, layers.method, groups, machine)
-    elsewhere = f"this machine has no GPU ({machine.name}): --device h100, or another name, answers for one that has"
+    elsewhere = f"this machine has no GPU ({machine.name}): --device h100, or another name, answers for one with a GPU"
     notes = [
         *([elsewhere] if device == "auto" and machine.kind == "cpu" else []),
         *cached,
@@ -279,9 +278,9 @@ def _placement_notes(problems: Sequence[Problem], round_robin: bool) -> Iterator
     """Says which layers' experts vLLM places in linear order although round-robin was requested."""
     kept = [problem for problem in problems if problem.parallel.placement == "linear"]
     if round_robin and kept:
-        rule = "vLLM places experts round-robin only if they are in several groups, without --eplb, and where an "
-        rule += "all-to-all runs, only with a batched one"
-        yield f"the experts of {compact_layer_names(problem.layer for problem in kept)} stay in order: {rule}"
+        rule = "vLLM places experts round-robin only if they are in several groups and without --eplb; with an "
+        rule += "all-to-all, only if it is a batched one"
+        yield f"the experts of {compact_layer_names(problem.layer for problem in kept)} stay in linear order: {rule}"
 
 
 def _parallelism_notes(ranks: Ranks, all2all_backend: str, groups: list[LayerGroup], device: Device) -> Iterator[str]:
@@ -299,7 +298,7 @@ def _parallelism_notes(ranks: Ranks, all2all_backend: str, groups: list[LayerGro
         yield f"{refusal}: a server would not start"
         return
     if all2all_backend and not ranks.exchanges_tokens:
-        rule = "vLLM uses it with expert parallelism over data-parallel ranks: --ep with --dp of 2 or more"
+        rule = "vLLM uses it only with expert parallelism over data-parallel ranks: --ep with --dp of 2 or more"
         yield f"--all2all-backend {all2all_backend} changes nothing here: {rule}"
         return
     if all2all_backend and all2all_backend != ranks.all2all:
@@ -310,7 +309,8 @@ def _parallelism_notes(ranks: Ranks, all2all_backend: str, groups: list[LayerGro
     for group in groups:
         if group.decision is None and group.problem.parallel.is_batched and group.left_to_stock == STOCK_ITSELF:
             rule = f"{ranks.all2all} delivers tokens by expert, which few backends take"
-            yield f"{group.layers}: {rule}; a server leaves layers that none runs to stock vLLM, if that can"
+            left = "a server leaves layers that none runs to stock vLLM, if stock vLLM can run them"
+            yield f"{group.layers}: {rule}; {left}"
     if ranks.all2all != DEFAULT_ALL2ALL:
         chosen = [default_registry()[group.decision.backend] for group in groups if group.decision is not None]
         for name in sorted({each.stock_class_name for each in chosen if each.stock_class_name}):
@@ -341,8 +341,8 @@ def _server_notes(settings: Settings, method: str, groups: list[LayerGroup], dev
             yield f"{group.layers}: {group.decision.explanation}"
         if group.decision is None and group.problem.lora and not names_backends(settings):
             rule = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM, with a warning"
-            remedy = "--lora-target-modules without experts in it lets these layers be served without LoRA"
-            yield f"{group.layers}: {rule}; stock's class refuses what it cannot read; {remedy}"
+            remedy = "with --lora-target-modules that name no experts, these layers are served without LoRA"
+            yield f"{group.layers}: {rule}; stock vLLM refuses what it cannot read; {remedy}"
     gib = (
         sum(
             expert_bytes(each.problem) * each.problem.local_experts * len(each.names)

@@ -44,12 +44,15 @@ def command(
         bool,
         typer.Option(
             "--check",
-            help="Register the plugin here as vLLM would, which imports vLLM, and exit with 1 if a server would not "
-            "run it as it is set.",
+            help="Import vLLM, register the plugin as vLLM would, and exit with 1 if a server would not run it as it "
+            "is set.",
         ),
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Register it, too; also every setting, method, patch and backend.")
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="List every setting, method, patch and backend; registers the plugin, too."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -57,7 +60,7 @@ def command(
 
     By itself it reads versions, settings, caches and records, in about a second. --check, --verbose and --json also
     register the plugin in this process the way vLLM registers it, without a model or a GPU; vLLM's import takes some
-    seconds. "device" of the JSON can be handed to explain --device on another machine.
+    seconds. explain --device on another machine takes the file that --json prints.
 
     \b
     Examples:

@@ -78,7 +78,7 @@ def command(
     tiles: Annotated[
         int,
         typer.Option(
-            help="Tile configurations to time beside our kernels' choice; each is compiled.",
+            help="Tile configurations to time beside the choice of this project's kernels; each is compiled.",
             metavar="N",
             parser=read_count,
         ),
@@ -90,7 +90,7 @@ def command(
     ] = None,
     profile: Annotated[
         list[Path] | None,
-        typer.Option(help="Read-only profile; its measurements are not repeated.", metavar="FILE"),
+        typer.Option(help="A profile whose measurements are not repeated; never written.", metavar="FILE"),
     ] = None,
     imported: Annotated[
         list[Path] | None,
@@ -101,7 +101,7 @@ def command(
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure every accepted backend for a model's MoE layers on this machine, and keep it for serving.
+    """Measure every accepted backend for a model's MoE layers on this machine, and keep the times for serving.
 
     Only what is missing is measured: an interrupted run continues where it stopped. Measurements are kept in the user's
     cache (the setting cache); servers use them from their next start.
@@ -271,7 +271,7 @@ def _tune_options(
 
     kinds = tuple(dict.fromkeys(word.strip() for word in routing.split(",")))
     if not set(kinds) <= set(get_args(RoutingKind)) or "uniform" not in kinds:
-        raise MeasurementError(f"{routing!r} is not a routing", "Write uniform, or uniform,skewed", "--routing")
+        raise MeasurementError(f"{routing!r} is not a kind of routing", "Write uniform, or uniform,skewed", "--routing")
     layer_arguments.check_options(replays, jobs, budget)
     counts = layer_arguments.parse_token_counts(tokens) if tokens else TOKEN_COUNTS
     return TuneOptions(counts, kinds, replays, 1.0, budget, jobs, remeasure)  # type: ignore[arg-type]

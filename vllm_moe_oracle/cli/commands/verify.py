@@ -42,20 +42,23 @@ def command(
     device: Annotated[
         str,
         typer.Option(
-            help="auto, cpu or cuda: what this machine must be.", metavar="KIND", autocompletion=lambda: list(_KINDS)
+            help="auto, cpu or cuda: an error if this machine is another kind.",
+            metavar="KIND",
+            autocompletion=lambda: list(_KINDS),
         ),
     ] = "auto",
     report: Annotated[
         Path | None,
         typer.Option(
-            help="A running server's report (the setting report): also say which layers it runs.", metavar="FILE"
+            help="A running server's report (the setting report): also say which layers run through the oracle.",
+            metavar="FILE",
         ),
     ] = None,
     report_only: Annotated[
         bool, typer.Option("--report-only", help="Only compare the report; read no weights.")
     ] = False,
     resume: Annotated[
-        Path | None, typer.Option(help="Keep results here, and leave out what is in it.", metavar="FILE")
+        Path | None, typer.Option(help="Keep results in this file, and skip layers that it has.", metavar="FILE")
     ] = None,
     assignments: Assignments = None,
     as_json: AsJson = False,
@@ -76,7 +79,7 @@ def command(
       0  every decided kernel agrees with the reference, and with --report every
          layer runs through the oracle
       1  a kernel is wrong, weights are damaged, a layer has no backend, or the
-         server does not run one
+         server does not run a layer through the oracle
       2  the input cannot be used; one line on standard error says what and where
       130  interrupted; --resume continues
     """
