@@ -372,24 +372,8 @@ def _check_overrides_match(settings: Settings, layers: MoeLayers) -> None:
 
 def _server_notes(settings: Settings, method: str, groups: list[LayerGroup], device: Device) -> Iterator[str]:
     """Why a server would not do what this answer says, where that is known."""
-    for group in groups:
-        if group.decision is not None and group.decision.degraded:
-            yield f"{group.layers}: {group.decision.explanation}"
-        if group.decision is None and group.problem.lora and not names_backends(settings):
-            rule = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM, with a warning"
-            remedy = "--lora-target-modules without experts in it lets these layers be served without LoRA"
-            yield f"{group.layers}: {rule}; stock's class refuses what it cannot read; {remedy}"
-    gib = (
-        sum(
-            expert_bytes(each.problem) * each.problem.local_experts * len(each.names)
-            for each in groups
-            if not each.is_mtp
-        )
-        / 2**30
-    )
-    if device.kind == "cuda" and gib > device.memory_gib > 0:
-        rule = f"the experts alone take {gib:.0f} GiB of each rank, and {device.name} has {device.memory_gib:.0f} GiB"
-        yield f"{rule}: a server needs more ranks (--tp, --ep, or pipeline parallelism)"
+    yield from _group_notes(settings, groups)
+    yield from _memory_notes(groups, device)
     for name, reason in default_registry().load_errors.items():
         yield f"the backend of the entry point {name} could not be loaded: {reason}"
     if unused := profile_error(settings):
@@ -404,6 +388,37 @@ def _server_notes(settings: Settings, method: str, groups: list[LayerGroup], dev
     if not settings.enabled:
         yield f"the plugin is switched off by {settings.source('enabled')}: vLLM would choose by itself"
         return
+    yield from _registration_notes(settings, method, groups, device)
+
+
+def _group_notes(settings: Settings, groups: list[LayerGroup]) -> Iterator[str]:
+    """What a server does with a group of layers that has a degraded decision, or none."""
+    for group in groups:
+        if group.decision is not None and group.decision.degraded:
+            yield f"{group.layers}: {group.decision.explanation}"
+        if group.decision is None and group.problem.lora and not names_backends(settings):
+            rule = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM, with a warning"
+            remedy = "--lora-target-modules without experts in it lets these layers be served without LoRA"
+            yield f"{group.layers}: {rule}; stock's class refuses what it cannot read; {remedy}"
+
+
+def _memory_notes(groups: list[LayerGroup], device: Device) -> Iterator[str]:
+    """Whether the experts alone are larger than the device."""
+    gib = (
+        sum(
+            expert_bytes(each.problem) * each.problem.local_experts * len(each.names)
+            for each in groups
+            if not each.is_mtp
+        )
+        / 2**30
+    )
+    if device.kind == "cuda" and gib > device.memory_gib > 0:
+        rule = f"the experts alone take {gib:.0f} GiB of each rank, and {device.name} has {device.memory_gib:.0f} GiB"
+        yield f"{rule}: a server needs more ranks (--tp, --ep, or pipeline parallelism)"
+
+
+def _registration_notes(settings: Settings, method: str, groups: list[LayerGroup], device: Device) -> Iterator[str]:
+    """Why the plugin would not be registered, or not for these layers."""
     try:
         check_platform(device.kind, device.name)
         if (vllm := vllm_version(device)) is not None:
