@@ -30,6 +30,7 @@ from ..arguments import AsJson, count_option, counts_option, file_option, second
 from ..kept_turns import KeptTurns, ServedTurn
 from ..layer_arguments import parse_counts, progress_bar
 from ..served_benchmark import Load, ServingError
+from ..writable import make_folder
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 """For typer: what is not an option here is vLLM's."""
@@ -111,12 +112,11 @@ def command(
     run = _Run(model, tuple(each for each in context.args if each != "--"), loads, port, start_timeout)
     with contextlib.ExitStack() as stack:
         folder = logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-oracle-ab-")))
-        _make_folder(folder)
+        make_folder(folder)
         identity = {"model": model, "options": run.options, "loads": loads, "packages": installed_packages()}
         kept = KeptTurns(folder, identity, resume)
         stack.enter_context(_terminable())
-        quiet = as_json and not sys.stderr.isatty()
-        measured, status = _measure_all(run, turns, first_starts, folder, kept, quiet)
+        measured, status = _measure_all(run, turns, first_starts, folder, kept, as_json)
     if measured:
         if status:
             output.print_message("warning", f"ended after {len(measured)} of {turns} turns, which follow")
@@ -194,13 +194,6 @@ def _check(turns: int, start_timeout: float, port: int) -> None:
         raise MeasurementError(f"the plugin's server would not run it: it is {reason}")
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MeasurementError(f"the folder cannot be made: {error.strerror}", where=str(folder)) from error
-
-
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
     """A signal that ends this process ends the servers first."""
@@ -231,12 +224,12 @@ def _first_starts(run: _Run, folder: Path, report: Any) -> dict[str, float]:
 
 
 def _measure_all(
-    run: _Run, turns: int, first_starts: bool, folder: Path, kept: KeptTurns, quiet: bool
+    run: _Run, turns: int, first_starts: bool, folder: Path, kept: KeptTurns, as_json: bool
 ) -> tuple[list[tuple[ServedTurn, ServedTurn]], int]:
     """The turns that could be measured, and the exit status: 0, or what ended the run before the last turn."""
     measured: list[tuple[ServedTurn, ServedTurn]] = []
     try:
-        with progress_bar(quiet) as report:
+        with progress_bar(as_json) as report:
             if first_starts and not kept.served and not kept.first:
                 kept.keep_first(_first_starts(run, folder, report))
             for turn in _measure(run, turns, folder, kept, report):

@@ -155,7 +155,7 @@ def _measure(
     _write_record(msgspec.json.encode(head), jsonl, as_json, write_whole)
     records: list[BenchRecord] = []
     try:
-        with layer_arguments.progress_bar(quiet=as_json and not sys.stderr.isatty()) as report:
+        with layer_arguments.progress_bar(as_json) as report:
             for record in benchmarks.bench(problems, device, settings, options, report):
                 records.append(record)
                 _write_record(msgspec.json.encode(record), jsonl, as_json, append_whole)

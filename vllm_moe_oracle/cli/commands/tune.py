@@ -128,7 +128,7 @@ def command(
     options = dataclasses.replace(options, tiles=tiles, gpus=layer_arguments.parse_gpus(gpus))
     _note_unused_profiles(profile or [], known, device)
     store = _open_store(chosen)
-    with layer_arguments.progress_bar(quiet=as_json and not sys.stderr.isatty()) as report:
+    with layer_arguments.progress_bar(as_json) as report:
         outcomes = tuning.tune(problems, device, chosen, store, options, known, report)
     if export is not None:
         _export(export, outcomes, device, options)
