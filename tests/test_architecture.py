@@ -1,4 +1,5 @@
-"""The architecture, checked in the source: import directions, what exists in one place only, documentation, paths."""
+"""The architecture, checked in the source: import directions, what exists in one place only, documentation, paths, and
+the size of functions."""
 
 from __future__ import annotations
 
@@ -354,6 +355,59 @@ def test_every_public_name_has_a_docstring() -> None:
         if not ast.get_docstring(node)
     ]
     assert not missing, "\n".join(missing)
+
+
+# --- Size of functions ------------------------------------------------------------------------------------------------
+
+MAX_LINES, MAX_PATHS = 80, 25
+
+_ONE_KERNEL = "the body of a kernel: what it shares with others is split off, and shipped times are of these lines"
+# Functions of the product and of the tests that are larger, each with its reason.
+LARGER = {
+    f"{PACKAGE}/kernels/fused_moe.py:fused_moe": "checks, then launches in their order, which share their arguments",
+    f"{PACKAGE}/kernels/gemm.py:down": _ONE_KERNEL,
+    f"{PACKAGE}/kernels/gemm.py:down_fused_topk": _ONE_KERNEL,
+    f"{PACKAGE}/kernels/launch_config.py:__post_init__": "one condition for each rule of a configuration",
+    f"{PACKAGE}/kernels/mainloop.py:mainloop": _ONE_KERNEL,
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def paths_through(function: Function) -> int:
+    """Branches, loops, handlers, conditions of comprehensions and operands of ``and`` and ``or``, plus one; functions
+    inside count by themselves."""
+    found, nodes = 1, [*function.body]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, Function | ast.ClassDef):
+            continue
+        nodes += ast.iter_child_nodes(node)
+        branches = ast.If | ast.IfExp | ast.For | ast.AsyncFor | ast.While | ast.ExceptHandler | ast.match_case
+        found += isinstance(node, branches)
+        if isinstance(node, ast.BoolOp):
+            found += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            found += 1 + len(node.ifs)
+    return found
+
+
+def larger_functions(module: ast.Module) -> Iterator[str]:
+    """Names of functions with more lines or more paths than is usual."""
+    for node in ast.walk(module):
+        if isinstance(node, Function):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MAX_LINES or paths_through(node) > MAX_PATHS:
+                yield node.name
+
+
+def test_functions_are_small_but_for_those_of_the_table() -> None:
+    long = "def long():\n" + "    pass\n" * MAX_LINES
+    deep = f"def deep(x):\n    return {' or '.join(['x'] * MAX_PATHS)} or [y for y in x if y]\n"
+    usual = "def usual():\n" + "    pass\n" * (MAX_LINES - 1)
+    assert [*larger_functions(ast.parse(long + deep + usual))] == ["long", "deep"]
+    read = [*files(), *sorted((ROOT / "tests").rglob("*.py"))]
+    assert {f"{path.relative_to(ROOT)}:{name}" for path in read for name in larger_functions(tree(path))} == {*LARGER}
 
 
 def tracked() -> list[str]:

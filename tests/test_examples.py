@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.lib import smollm2
+from tests.lib.fresh_process import python
 from vllm_moe_oracle.backends import Backend, Rule
 
 ROOT = Path(__file__).parents[1]
@@ -24,11 +23,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_example_backend_is_chosen_and_matches_the_emulation() -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MOE_ORACLE_")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLE], capture_output=True, text=True, env=environment, cwd=ROOT
-    )
+    done = python("-W", "error", EXAMPLE, cwd=ROOT, timeout=600, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert "dequantized_once (static: " in done.stdout
     assert re.search("dequantized_once +does not add expert biases, the layer has them", done.stdout)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.lib.fresh_process import python
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "follow_one_tensor.py"
 
 
 def test_it_shows_the_way_and_comes_back() -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MOE_ORACLE_")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLE], capture_output=True, text=True, env=environment, cwd=ROOT
-    )
+    done = python("-W", "error", EXAMPLE, cwd=ROOT, timeout=600, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert [line[0] for line in done.stdout.splitlines() if line[1:2] == "."] == list("123456")
     assert "all 65536 codes of w13 are the checkpoint's" in done.stdout

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 
 import pytest
 
-from tests.lib import forked
+from tests.lib import forked, fresh_process
 
 
 def register(before: str = "", imported: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -25,11 +23,9 @@ def register(before: str = "", imported: bool = False, **environment: str) -> su
         f"import sys\n{before}\nfrom vllm_moe_oracle import plugin\nplugin.register()\nprint(plugin.state().active)\n"
     )
     code += "print(plugin.state().reason)"
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("MOE_ORACLE_")}
     if imported:
-        return forked.python(code, clean | environment)
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=120)
+        return forked.python(code, fresh_process.environment(**environment))
+    return fresh_process.python("-c", code, **environment)
 
 
 def broken(module: str) -> str:

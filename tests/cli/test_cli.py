@@ -20,6 +20,7 @@ import pytest
 from tests.lib import forked
 from tests.lib.cli import CONFIGS, Run
 from tests.lib.configs import quantized
+from tests.lib.fresh_process import TOOL, environment, python
 from tests.lib.samples import measured_card
 from vllm_moe_oracle import __version__
 from vllm_moe_oracle.cli import commands
@@ -785,22 +786,6 @@ def test_a_file_that_cannot_be_reported_says_which_can(run: Run, tmp_path: Path)
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-def clean_environment(**changes: str) -> dict[str, str]:
-    """This process's environment without settings, and others beside."""
-    return {key: value for key, value in os.environ.items() if not key.startswith("MOE_ORACLE_")} | changes
-
-
-def python(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter."""
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env=clean_environment(**environment),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 @pytest.mark.parametrize("machine", ["nvidia-h200", "auto"])
 def test_explain_imports_neither_torch_nor_vllm(machine: str, write: Callable[..., Path]) -> None:
     if machine == "auto" and detect._gpu_is_visible():
@@ -821,7 +806,7 @@ def test_a_closed_pipe_ends_quietly_with_the_shells_status(write: Callable[..., 
     reader, writer = os.pipe()
     os.close(reader)
     for line in (["--version"], ["explain", str(write()), "--device", "nvidia-h200", "--json"]):
-        command = [sys.executable, "-m", "vllm_moe_oracle.cli.main", *line]
+        command = [sys.executable, *TOOL, *line]
         ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
         assert ended.returncode == 141 and "BrokenPipe" not in ended.stderr, ended.stderr
     os.close(writer)
@@ -830,7 +815,7 @@ def test_a_closed_pipe_ends_quietly_with_the_shells_status(write: Callable[..., 
 def test_output_that_cannot_be_written_is_one_line_and_status_2(write: Callable[..., Path]) -> None:
     path = str(write())
     for line in (["--version"], ["explain", path, "--device", "nvidia-h200", "--json"]):
-        command = [sys.executable, "-m", "vllm_moe_oracle.cli.main", *line]
+        command = [sys.executable, *TOOL, *line]
         with open("/dev/full", "w") as full:
             ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
         said = "error: standard output cannot be written: No space left on device\n"
@@ -931,7 +916,7 @@ def test_help_and_version(run: Run) -> None:
 
 
 def test_status_reports_this_installation(tmp_path: Path) -> None:
-    ended = python("-m", "vllm_moe_oracle.cli.main", "status", "--json", MOE_ORACLE_BACKEND="emulation")
+    ended = python(*TOOL, "status", "--json", MOE_ORACLE_BACKEND="emulation")
     assert ended.returncode == 0, ended.stderr
     data = json.loads(ended.stdout)
     assert data["versions"]["vllm-moe-oracle"] == __version__
@@ -949,12 +934,12 @@ def test_status_reports_this_installation(tmp_path: Path) -> None:
     # What it says of this machine can be asked about on another one.
     file = tmp_path / "here.json"
     file.write_text(ended.stdout)
-    there = python("-m", "vllm_moe_oracle.cli.main", "explain", "nowhere", "--device", file)
+    there = python(*TOOL, "explain", "nowhere", "--device", file)
     assert "nowhere: no such file" in there.stderr
 
 
 def test_status_shows_why_the_plugin_is_off_and_a_setting_that_is_wrong() -> None:
-    ended = python("-m", "vllm_moe_oracle.cli.main", "status", MOE_ORACLE_BAKEND="emulation", COLUMNS="80")
+    ended = python(*TOOL, "status", MOE_ORACLE_BAKEND="emulation", COLUMNS="80")
     assert ended.returncode == 2
     assert "not active" in ended.stdout and "\x1b" not in ended.stdout
     assert "error: environment: unknown setting 'MOE_ORACLE_BAKEND'. Did you mean MOE_ORACLE_BACKEND?" in ended.stderr
@@ -970,7 +955,7 @@ def test_status_shows_why_the_plugin_is_off_and_a_setting_that_is_wrong() -> Non
     ],
 )
 def test_status_checks_names_of_backends(variables: dict[str, str], said: str) -> None:
-    ended = python("-m", "vllm_moe_oracle.cli.main", "status", MOE_ORACLE_ENABLED="0", **variables)
+    ended = python(*TOOL, "status", MOE_ORACLE_ENABLED="0", **variables)
     assert ended.returncode == 2 and said in ended.stderr
 
 
@@ -983,14 +968,14 @@ def test_status_says_that_a_strict_server_would_not_start() -> None:
 
 
 def test_status_says_that_a_report_cannot_be_written() -> None:
-    ended = python("-m", "vllm_moe_oracle.cli.main", "status", MOE_ORACLE_ENABLED="0", MOE_ORACLE_REPORT="/nope/x")
+    ended = python(*TOOL, "status", MOE_ORACLE_ENABLED="0", MOE_ORACLE_REPORT="/nope/x")
     said = "MOE_ORACLE_REPORT: /nope/x cannot be written: there is no directory /nope"
     assert ended.returncode == 0 and said in ended.stderr
 
 
 def test_status_survives_a_report_whose_name_is_too_long() -> None:
     path = f"/tmp/{'x' * 300}"
-    ended = python("-m", "vllm_moe_oracle.cli.main", "status", MOE_ORACLE_ENABLED="0", MOE_ORACLE_REPORT=path)
+    ended = python(*TOOL, "status", MOE_ORACLE_ENABLED="0", MOE_ORACLE_REPORT=path)
     assert ended.returncode == 0 and "cannot be written: File name too long" in ended.stderr
 
 
@@ -1001,7 +986,7 @@ def test_status_names_backends_and_counts_patches_in_words() -> None:
         "from vllm_moe_oracle.cli import main\n"
         "main.main()\n"
     )
-    said = forked.python(code, clean_environment(COLUMNS="200")).stdout
+    said = forked.python(code, environment(COLUMNS="200")).stdout
     assert re.search(r"^ *emulation .*built in$", said, re.MULTILINE) and "vllm_moe_oracle.backends" not in said
     assert "waiting" not in said
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.lib import fresh_process
 from tests.lib.cli import Run
 from vllm_moe_oracle import decision_records, plugin
 from vllm_moe_oracle.cli import output
@@ -156,7 +157,7 @@ def test_vllm_is_imported_only_where_registration_is_asked_for(run: Run, monkeyp
 def test_the_quick_report_imports_neither_vllm_nor_torch() -> None:
     code = "import sys; from vllm_moe_oracle.cli import main; sys.argv[1:] = ['status']\n"
     code += "try: main.main()\nexcept SystemExit: print('vllm' in sys.modules, 'torch' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ended = fresh_process.python("-c", code)
     assert ended.stdout.endswith("False False\n"), ended.stderr
 
 
@@ -230,11 +231,10 @@ def on_a_terminal(*arguments: str, **environment: str) -> str:
     """Standard output of the tool on a terminal of 80 columns."""
     pty = pytest.importorskip("pty")
     parent, child = pty.openpty()
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("MOE_ORACLE_") and key != "NO_COLOR"}
-    command = [sys.executable, "-m", "vllm_moe_oracle.cli.main", *arguments]
-    process = subprocess.Popen(
-        command, stdout=child, stderr=subprocess.DEVNULL, env=clean | {"TERM": "xterm", "COLUMNS": "80"} | environment
-    )
+    given = fresh_process.environment(**{"TERM": "xterm", "COLUMNS": "80"} | environment)
+    given.pop("NO_COLOR", None)
+    command = [sys.executable, *fresh_process.TOOL, *arguments]
+    process = subprocess.Popen(command, stdout=child, stderr=subprocess.DEVNULL, env=given)
     os.close(child)
     said = b""
     while True:
@@ -335,5 +335,5 @@ atexit.register(print, "registered")
 sys.argv = ["vllm-moe-oracle", "status", "--nonsense"]
 """
     code += 'sys.modules["torch"] = types.ModuleType("torch")\n' if torch else ""
-    ended = subprocess.run([sys.executable, "-c", f"{code}main.run()"], capture_output=True, text=True, check=False)
+    ended = fresh_process.python("-c", f"{code}main.run()")
     assert (ended.returncode, ended.stdout) == (2, printed) and "No such option" in ended.stderr

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.lib.fresh_process import python
 from tests.lib.missing_packages import BLOCKED, ENGINE, without
 
 PLOTS = ("matplotlib", "jinja2")
@@ -52,5 +51,5 @@ def test_the_report_names_its_extra(tmp_path: Path) -> None:
 
 def test_a_module_of_nobody_is_a_defect_and_keeps_its_traceback(tmp_path: Path) -> None:
     code = BLOCKED.replace("main.main()", "main.app = lambda **_: __import__('no_such_module')\nmain.main()")
-    ended = subprocess.run([sys.executable, "-c", code, "x"], capture_output=True, text=True, timeout=120)
+    ended = python("-c", code, "x")
     assert "Traceback" in ended.stderr and "no_such_module" in ended.stderr

@@ -201,7 +201,6 @@ def measure(layer: str, device: str, count: int, profile: bool, quiet: backend_t
     """Everything of one layer; prints it."""
     from vllm_moe_oracle import plugin
     from vllm_moe_oracle.backends._hopper import HopperBackend
-    from vllm_moe_oracle.methods import backend_check
 
     os.environ["MOE_ORACLE_SELF_CHECK"] = "group"  # the table of backends is made without
     scheme, case_name, name = layer.split(":")
@@ -237,53 +236,71 @@ def measure(layer: str, device: str, count: int, profile: bool, quiet: backend_t
             f"check before the conversion: first {found['first_ms']:.0f} ms, then least {min(each):.1f}, median "
             f"{statistics.median(each):.1f} of {', '.join(f'{value:.1f}' for value in each)}"
         )
-        runs = [Parts() for _ in range(max(count, 3))]
-        alone = [Parts(wait) for _ in range(max(count, 3))]
-        for parts in chain_pairs(runs, alone):
-            check(parts)
-        plain = Parts()
-        with plain.counted():
-            check(plain)
+        found |= parts_of_check(check, device, max(count, 3))
         if device == "cuda":
-            watched = Parts()
-            with watched.watched():
-                check(watched)
-            plain.waits = watched.waits
-        found |= table_of_parts(median_parts(runs), median_parts(alone), plain)
-        if device == "cuda":
-            found["device"] = device_work(check)
-        torch.cuda.reset_peak_memory_stats() if device == "cuda" else None
-        before = torch.cuda.memory_allocated() if device == "cuda" else 0
-        check()
-        if device == "cuda":
-            found["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / MiB
-            print(f"peak memory of the check: {found['peak_mib']:.0f} MiB")
+            found |= {"device": device_work(check), "peak_mib": peak_memory(check)}
         if profile:
             print_profile(check)
         made.close()
-        for title, is_new in (("compiling", True), ("first layer of a kind", True), ("later layer", False)):
-            if is_new:
-                backend_check.reset()
-            # With its last layer a load ends, and what was checked is forgotten: here every layer is the last one.
-            with mock.patch.object(backend_check, "reset"):
-                made = build()
-                wait()
-                parts = Parts()
-                with parts.timed():
-                    made.convert()
-            method = made.method
-            again = Parts()
-            if method.installed is not None:
-                with again.timed():
-                    method.installed.compare_again()
-            if title != "compiling":
-                print(f"-- conversion and checks, {title}: {1e3 * made.seconds:.1f} ms")
-                milliseconds = {each: 1e3 * value for each, value in {**parts.seconds, **again.seconds}.items()}
-                found[title] = milliseconds
-                print("   " + ", ".join(f"{each} {value:.1f}" for each, value in milliseconds.items()))
-            made.close()
+        found |= parts_of_conversions(build, wait)
     plugin.unregister()
     backend_table.leave()
+    return found
+
+
+def parts_of_check(check: Callable[[Parts], object], device: str, count: int) -> dict[str, Any]:
+    """A check by parts, as medians of `count` runs; prints it."""
+    runs = [Parts() for _ in range(count)]
+    alone = [Parts(functools.partial(synchronize, device)) for _ in range(count)]
+    for parts in chain_pairs(runs, alone):
+        check(parts)
+    plain = Parts()
+    with plain.counted():
+        check(plain)
+    if device == "cuda":
+        watched = Parts()
+        with watched.watched():
+            check(watched)
+        plain.waits = watched.waits
+    return table_of_parts(median_parts(runs), median_parts(alone), plain)
+
+
+def peak_memory(check: Callable[[], object]) -> float:
+    """MiB that a check takes at most; prints them."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    check()
+    found = (torch.cuda.max_memory_allocated() - before) / MiB
+    print(f"peak memory of the check: {found:.0f} MiB")
+    return found
+
+
+def parts_of_conversions(build: Callable[[], backend_table.Built], wait: Callable[[], object]) -> dict[str, Any]:
+    """Conversions with their checks by parts, after one that compiles; prints them."""
+    from vllm_moe_oracle.methods import backend_check
+
+    found: dict[str, Any] = {}
+    for title, is_new in (("compiling", True), ("first layer of a kind", True), ("later layer", False)):
+        if is_new:
+            backend_check.reset()
+        # With its last layer a load ends, and what was checked is forgotten: here every layer is the last one.
+        with mock.patch.object(backend_check, "reset"):
+            made = build()
+            wait()
+            parts = Parts()
+            with parts.timed():
+                made.convert()
+        method = made.method
+        again = Parts()
+        if method.installed is not None:
+            with again.timed():
+                method.installed.compare_again()
+        if title != "compiling":
+            print(f"-- conversion and checks, {title}: {1e3 * made.seconds:.1f} ms")
+            milliseconds = {each: 1e3 * value for each, value in {**parts.seconds, **again.seconds}.items()}
+            found[title] = milliseconds
+            print("   " + ", ".join(f"{each} {value:.1f}" for each, value in milliseconds.items()))
+        made.close()
     return found
 
 

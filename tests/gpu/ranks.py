@@ -178,6 +178,22 @@ def formats(folder: Path, words: list[str]) -> dict[str, Format]:
     return found
 
 
+def feature_jobs(name: str, format: Format, cpu: bool, common: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The engines of one format with a feature of `FEATURES` switched on, by feature; `common` is of all jobs."""
+    found: dict[str, dict[str, Any]] = {}
+    paths = {"other": str(format.other[0]), "adapter": str(format.adapter[0])}
+    for feature, job in FEATURES.items():
+        if job["feature"] == "expert_load_balancing" and name == "mxfp4 gpt-oss":
+            continue  # vLLM 0.33's model of gpt-oss has no experts that move
+        if job.get("of_experts"):
+            if not format.expert_adapter:
+                continue
+            job = job | {"adapter": str(format.expert_adapter[0])}
+        arguments = format.engine | ({} if cpu else {"enforce_eager": False} | GRAPHS) | job["engine"]
+        found[feature] = common | paths | {"prompt": LONG_PROMPT} | job | {"engine": arguments}
+    return found
+
+
 def jobs_of(name: str, format: Format, cpu: bool) -> dict[str, dict[str, Any]]:
     """The engines of one format by case: how it is cut, by which backend it runs, and what is switched on."""
     own = {} if cpu else {"backend": format.backend}
@@ -201,16 +217,7 @@ def jobs_of(name: str, format: Format, cpu: bool) -> dict[str, dict[str, Any]]:
                 "engine": arguments,
             }  # fmt: skip
     if format.other and format.adapter:
-        paths = {"other": str(format.other[0]), "adapter": str(format.adapter[0])}
-        for feature, job in FEATURES.items():
-            if job["feature"] == "expert_load_balancing" and name == "mxfp4 gpt-oss":
-                continue  # vLLM 0.33's model of gpt-oss has no experts that move
-            if job.get("of_experts"):
-                if not format.expert_adapter:
-                    continue
-                job = job | {"adapter": str(format.expert_adapter[0])}
-            arguments = format.engine | ({} if cpu else {"enforce_eager": False} | GRAPHS) | job["engine"]
-            found[feature] = common | paths | {"prompt": LONG_PROMPT, "oracle": own} | job | {"engine": arguments}
+        found |= feature_jobs(name, format, cpu, common | {"oracle": own})
     return {case: job for case, job in found.items() if not (cpu and case.startswith(CPU_LACKS))}
 
 

@@ -281,6 +281,10 @@ def is_gated(activation: str) -> bool:
     return not activation.endswith("_no_mul")
 
 
+_SWIGLUOAI = {"swigluoai": (1.702, 1.0, 7.0), "swigluoai_uninterleave": (1.0, 0.0, None)}
+"""Alpha, beta and limit where none are given."""
+
+
 def activate(
     activation: str,
     y: Array,
@@ -314,14 +318,9 @@ def activate(
     if name == "swiglustep" and (alpha, beta) == (None, None):
         limit = 7.0 if limit is None else limit
         return np.minimum(gate * _sigmoid(gate), limit) * np.clip(up, -limit, limit)
-    if name == "swigluoai":
-        alpha, beta, limit = (
-            1.702 if alpha is None else alpha,
-            1.0 if beta is None else beta,
-            7.0 if limit is None else limit,
-        )
-    elif name == "swigluoai_uninterleave":
-        alpha, beta = 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
+    if name in _SWIGLUOAI:
+        given = zip((alpha, beta, limit), _SWIGLUOAI[name], strict=True)
+        alpha, beta, limit = (default if number is None else number for number, default in given)
         if limit is None:
             raise ValueError("swigluoai_uninterleave needs a limit")
     elif name not in _PLAIN or (alpha, beta) != (None, None) or (limit is not None and name != "silu"):

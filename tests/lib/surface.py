@@ -380,18 +380,20 @@ class _Check:
             self.sources.used.add((found[0].module.file, name))
         if not isinstance(statement, Function):
             return
-        ours, theirs = _Signature(method, True), _Signature(statement, True)
+        self._override_parameters(method, _Signature(statement, True), f"{node.name}.{name}", found[0])
+
+    def _override_parameters(self, method: Function, theirs: _Signature, name: str, owner: Class) -> None:
+        """A method of ours must take what the overridden one takes, which is a class's."""
+        ours = _Signature(method, True)
         for position, parameter in enumerate(theirs.positional):
             if position < len(ours.positional):
                 if ours.positional[position] != parameter and not ours.keywords:
-                    self.report(
-                        method, f"{node.name}.{name} calls parameter {position} other than {found[0]}: {parameter}"
-                    )
+                    self.report(method, f"{name} calls parameter {position} other than {owner}: {parameter}")
             elif not (ours.rest or ours.keywords or parameter in ours.named):
-                self.report(method, f"{node.name}.{name} does not take {parameter} of {found[0]}")
+                self.report(method, f"{name} does not take {parameter} of {owner}")
         for parameter in theirs.only_named:
             if not ours.keywords and parameter not in ours.named:
-                self.report(method, f"{node.name}.{name} does not take {parameter} of {found[0]}")
+                self.report(method, f"{name} does not take {parameter} of {owner}")
 
     def _function(self, node: Function, outer: Mapping[str, Thing]) -> None:
         names = dict(outer)
@@ -683,20 +685,24 @@ class _Check:
             what = function.name if isinstance(function, Undeclared) else function.what
             self.report(node, f"{node.func.id} is called, but cannot be followed; see stock_names: {what}")
             return OTHER
-        if isinstance(function, Callable_):
-            bound = function.bound or (text.startswith("super(") and not _is_static(function.node))
-            self._signature(node, _Signature(function.node, bound), function)
-            if text == "super().from_config" and self.own:  # alternative constructors make the class they are called on
-                return Own(self.own)
-            return self.sources.annotated(function.module, function.node.returns, function.name)
+        if isinstance(function, Callable_ | Class):
+            return self._result(node, text, function)
+        if function == OTHER and self.own and text.startswith("self."):
+            return self._result_of_own(text.removeprefix("self."))
+        return function if isinstance(function, Unknown) else OTHER
+
+    def _result(self, node: ast.Call, text: str, function: Callable_ | Class) -> Thing:
+        """What a call of vLLM's function or class gives, after a look at its arguments."""
         if isinstance(function, Class):
             signature = self._constructor(function)
             if signature is not None:
                 self._signature(node, signature, function)
             return Instance(function)
-        if function == OTHER and self.own and text.startswith("self."):
-            return self._result_of_own(text.removeprefix("self."))
-        return function if isinstance(function, Unknown) else OTHER
+        bound = function.bound or (text.startswith("super(") and not _is_static(function.node))
+        self._signature(node, _Signature(function.node, bound), function)
+        if text == "super().from_config" and self.own:  # alternative constructors make the class they are called on
+            return Own(self.own)
+        return self.sources.annotated(function.module, function.node.returns, function.name)
 
     def _result_of_own(self, name: str) -> Thing:
         """What a method of the class that is being followed returns, where its annotation names a class of vLLM's."""

@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.lib import fresh_process
+
 ROOT = Path(__file__).resolve().parents[2]
 _IDENTITY = ("-c", "user.name=drill", "-c", "user.email=drill@example.org", "-c", "core.hooksPath=")
 
@@ -88,7 +90,7 @@ class TreeCopy:
 
     def python(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Runs Python in the copy, which is what it imports; no setting of this project is passed on."""
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("MOE_ORACLE_")}
+        environment = fresh_process.environment()
         environment |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", **self.environment}
         environment["PYTHONPATH"] = os.pathsep.join([str(self.root), *self.environment.get("PYTHONPATH", "").split()])
         return subprocess.run([sys.executable, *words], cwd=self.root, env=environment, capture_output=True, text=True)

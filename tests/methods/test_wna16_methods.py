@@ -580,25 +580,6 @@ def test_biases_come_from_the_checkpoint(packing: str, declared: bool, tmp_path:
         assert not moe.made(without, moe.moe_config(without), config=config).quant_method.decision.problem.has_bias
 
 
-@pytest.mark.parametrize(
-    ("name", "biased"),
-    [
-        ("model.layers.0.mlp.experts.7.down_proj.bias", True),
-        ("model.layers.0.mlp.experts.gate_up_proj_bias", True),
-        ("model.layers.0.mlp.experts.e_score_correction_bias", False),
-        ("model.layers.0.mlp.shared_experts.down_proj.bias", False),
-        ("model.layers.0.self_attn.q_proj.bias", False),
-    ],
-)
-def test_which_tensors_are_biases_of_experts(name: str, biased: bool, tmp_path: Any) -> None:
-    from safetensors.torch import save_file
-
-    from vllm_moe_oracle.methods.wna16 import has_expert_biases
-
-    save_file({name: torch.ones(1)}, tmp_path / "model.safetensors")
-    assert has_expert_biases(str(tmp_path)) is biased
-
-
 def test_zero_biases_count_as_absent(tmp_path: Any) -> None:
     """AutoGPTQ wrote one for every matrix. With a bias, vLLM's Triton kernel and TRTLLM's could not run the layer."""
     from safetensors.torch import save_file

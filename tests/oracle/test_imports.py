@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
@@ -20,6 +19,7 @@ import pytest
 from tests.lib import distributions
 from tests.lib.cases import CPU
 from tests.lib.cases import registry as backends
+from tests.lib.fresh_process import TOOL, python
 from tests.lib.strange_backends import LAYER, strange
 from vllm_moe_oracle.cli import entry_point_probe
 from vllm_moe_oracle.oracle import registry, watchdog
@@ -150,15 +150,8 @@ def test_a_requirement_that_cannot_be_read_costs_no_backend() -> None:
 
 def tool(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command line tool with the entry points of a folder installed."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("MOE_ORACLE_")}
     path = os.pathsep.join([str(folder), str(Path(registry.__file__).parents[2])])
-    return subprocess.run(
-        [sys.executable, "-m", "vllm_moe_oracle.cli.main", *arguments],
-        env=clean | {"PYTHONPATH": path, "VLLM_PLUGINS": ""} | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return python(*TOOL, *arguments, **{"PYTHONPATH": path, "VLLM_PLUGINS": ""} | environment)
 
 
 def test_the_probe_finds_what_ends_or_blocks_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

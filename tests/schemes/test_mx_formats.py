@@ -82,6 +82,20 @@ def test_ceil_is_the_smallest_scale_that_does_not_saturate(amax: float, format: 
     assert format.largest * 2.0 ** (code - 128) < amax <= format.largest * 2.0 ** (code - 127)
 
 
+@pytest.mark.parametrize(
+    ("name", "amax", "expected"),
+    [
+        # Of 448 = 1.75 * 2**8 times a power of two: ceil and floor fit it exactly, llm-compressor takes the next scale.
+        ("mxfp8", (256, 447, 448, 449, 512), ([0, 0, 0, 1, 1], [0, 0, 0, 0, 1], [0, 0, 1, 1, 1])),
+        ("mxfp4", (4, 5.9, 6, 6.1, 6.9, 7, 8), ([0, 0, 0, 1, 1, 1, 1], [0] * 6 + [1], [0] * 5 + [1, 1])),
+    ],
+)
+def test_the_three_rules_differ_where_they_should(name: str, amax: tuple[float, ...], expected: Any) -> None:
+    for rule, codes in zip(("ceil", "floor", "llm-compressor"), expected, strict=True):
+        found = FORMATS[name].scheme.e8m0_from_amax(torch.tensor(amax, dtype=torch.float32), rule)
+        assert (found.int() - 127).tolist() == codes, rule
+
+
 @each_format
 def test_an_unknown_rule_lists_the_valid_ones(format: Format) -> None:
     with pytest.raises(ValueError, match="unknown scale rule 'round'; valid are ceil, floor, llm-compressor"):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.lib import reference
 from tests.lib.mx_layers import APART, MXFP4_LAYER, mxfp4_parameters
-from tests.lib.mx_values import BF16, RULES
+from tests.lib.mx_values import BF16
 from tests.lib.peak_memory import Peak
 from vllm_moe_oracle.backends.emulation import BACKEND
 from vllm_moe_oracle.compat import weight_storage
@@ -42,19 +42,6 @@ def test_every_pair_of_codes_is_decoded_exactly_under_every_scale(dtype: torch.d
 def test_the_low_nibble_comes_first() -> None:
     codes = torch.full((1, 16), 0x2F, dtype=torch.uint8)
     assert mxfp4.dequantize(codes, torch.tensor([[127]], dtype=torch.uint8)).tolist() == [[-6.0, 1.0] * 16]
-
-
-# --- Scale rules -----------------------------------------------------------------------------------------------------
-
-
-def test_the_three_rules_differ_where_they_should() -> None:
-    amax = torch.tensor([4.0, 5.9, 6.0, 6.1, 6.9, 7.0, 8.0])
-    codes = {rule: (mxfp4.e8m0_from_amax(amax, rule).int() - 127).tolist() for rule in (*RULES, "llm-compressor")}
-    assert codes == {
-        "ceil": [0, 0, 0, 1, 1, 1, 1],
-        "floor": [0, 0, 0, 0, 0, 0, 1],
-        "llm-compressor": [0, 0, 0, 0, 0, 1, 1],
-    }
 
 
 # --- Encoding --------------------------------------------------------------------------------------------------------

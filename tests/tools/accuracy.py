@@ -220,8 +220,8 @@ def show(name: str, figures: dict[str, Any]) -> None:
         )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns an exit status."""
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line, with ``formats`` as a list."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", default=",".join(FORMATS), help="names of tests.lib.smollm2.FORMATS")
     parser.add_argument("--backends", default="", help="default: all that accept the layers")
@@ -235,6 +235,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--checkpoints", type=Path, help="where checkpoints are, and are made")
     parser.add_argument("--write", action="store_true", help="write the figures")
     options = parser.parse_args(arguments)
+    options.formats = [FAULT_FORMAT] if options.faults else options.formats.split(",")
+    if unknown := [name for name in options.formats if name not in FORMATS]:
+        parser.error(f"no format: {', '.join(unknown)}; valid: {', '.join(FORMATS)}")
+    if options.dtype == "float16":  # it has not the range of block scales
+        options.formats = [name for name in options.formats if isinstance(smollm2.FORMATS[name], Integers)]
+    return options
+
+
+def part_of(options: argparse.Namespace) -> str:
+    """The part of the figures that a run writes."""
+    if options.whole or options.cut_off:
+        return "whole model" if options.whole else "cut off"
+    part = "faults" if options.faults else "formats"
+    part += f", {options.dtype}" if options.dtype != "bfloat16" else ""
+    return part + (f", tp {options.tp}" if options.tp > 1 else "")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns an exit status."""
+    options = parse(arguments)
     device = detect.detect()
     if options.device not in ("auto", device.kind):
         print(f"this machine is {device}", file=sys.stderr)
@@ -242,11 +262,6 @@ def main(arguments: list[str] | None = None) -> int:
     if reason := smollm2.missing():
         print(reason, file=sys.stderr)
         return 2
-    formats = [FAULT_FORMAT] if options.faults else options.formats.split(",")
-    if unknown := [name for name in formats if name not in FORMATS]:
-        parser.error(f"no format: {', '.join(unknown)}; valid: {', '.join(FORMATS)}")
-    if options.dtype == "float16":  # it has not the range of block scales
-        formats = [name for name in formats if isinstance(smollm2.FORMATS[name], Integers)]
     tokens, pieces = accuracy.windows(options.windows or (8 if options.faults else accuracy.WINDOWS))
     backends = [name for name in options.backends.split(",") if name]
     if options.cut_off:
@@ -254,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
     wrong = False
     with tempfile.TemporaryDirectory() as folder:
         place = options.checkpoints or Path(folder)
-        for name in formats:
+        for name in options.formats:
             path = checkpoint(place, name, "float16" if options.dtype == "float16" else "bfloat16")
             if options.faults:
                 figures = inject(path, tokens, device)
@@ -266,11 +281,7 @@ def main(arguments: list[str] | None = None) -> int:
                 wrong |= not all(each["passes"] for each in gated)
             show(name, figures)
             if options.write:
-                part = "faults" if options.faults else "formats"
-                part += f", {options.dtype}" if options.dtype != "bfloat16" else ""
-                part += f", tp {options.tp}" if options.tp > 1 else ""
-                part = "whole model" if options.whole else "cut off" if options.cut_off else part
-                print(write(device, part, {name: figures}, pieces), file=sys.stderr)
+                print(write(device, part_of(options), {name: figures}, pieces), file=sys.stderr)
     return int(wrong)
 
 

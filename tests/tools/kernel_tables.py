@@ -14,7 +14,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,9 +213,8 @@ def _near_one(data: dict[str, Any]) -> str:
     )
 
 
-def aims(data: dict[str, Any]) -> str:
-    """The targets, and what is reached."""
-    lines = ["| target | reached |", "|---|---|"]
+def _token_rows(data: dict[str, Any]) -> Iterator[str]:
+    """Of targets for the speed-up over the default at few tokens."""
     for name, by_bits in TOKEN_AIMS.items():
         found = {of: [ratio for ratio, _ in ratios(data, SPANS[name], of, best=False)] for of in by_bits}
         both = [ratio for each in found.values() for ratio in each]
@@ -223,9 +222,12 @@ def aims(data: dict[str, Any]) -> str:
         asked = " and ".join(dict.fromkeys(f"{aim:g}" for aim in by_bits.values()))
         kind = " (4-bit, 8-bit)" if len(set(by_bits.values())) > 1 else ""
         if both:
-            lines.append(
-                f"| {name} token{'s' * (name != '1')}: {asked} times the default{kind} | {mean(both):.2f} ({parts}) |"
-            )
+            yield f"| {name} token{'s' * (name != '1')}: {asked} times the default{kind} | {mean(both):.2f} ({parts}) |"
+
+
+def aims(data: dict[str, Any]) -> str:
+    """The targets, and what is reached."""
+    lines = ["| target | reached |", "|---|---|", *_token_rows(data)]
     lines.append(f"| 1 token: at most roofline / {ROOFLINE_PART} + {ROOFLINE_US:g} us | {_near_one(data)} |")
     for of, aim in RATE_AIMS.items():
         found_rates = [roofline / us for roofline, us in _rooflines(data, (8, 64), of)]

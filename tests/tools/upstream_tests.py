@@ -37,6 +37,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.lib import fresh_process
 from vllm_moe_oracle.devices.detect import installed_packages
 
 ROOT = Path(__file__).parents[2]
@@ -200,7 +201,7 @@ def run(folder: Path, paths: Sequence[str], plugins: str, seconds: float) -> dic
     """
     results = folder / f"results-{plugins or 'stock'}.jsonl"
     results.touch()
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("MOE_ORACLE_")}
+    clean = fresh_process.environment()
     environment = clean | {
         "VLLM_PLUGINS": plugins,
         "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [clean.get("PYTHONPATH")])]),

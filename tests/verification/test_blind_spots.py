@@ -34,33 +34,17 @@ FINE = [name for name in ALL if name != "W4A4"]
 """Under activations of 4 bits, faults of a fifth of the output are less than what rounding otherwise explains."""
 
 FAULTS: list[tuple[Faulty, list[str]]] = [
-    (lib.FAULTS["one token"], FINE),
-    (lib.FAULTS["one token, zeros"], ALL),
-    (lib.FAULTS["more than 8"], FINE),
-    (lib.FAULTS["more than 64"], ALL),
-    (lib.FAULTS["no multiple of 8"], ALL),
-    (lib.FAULTS["last 16 columns"], ALL),
-    (lib.FAULTS["last column"], ALL),
-    (lib.FAULTS["one expert"], ALL),
-    (lib.FAULTS["idle experts"], ALL),
-    (lib.FAULTS["empty slots"], ALL),
-    (lib.FAULTS["input changed"], ALL),
-    (lib.FAULTS["last weight"], ALL),
-    (lib.FAULTS["router weights normalized"], ALL),
-    (lib.FAULTS["router weights clamped at 1"], FINE),
-    (lib.FAULTS["steps of 2 to 64"], ALL),
-    (lib.FAULTS["scales of w13"], FINE),
-    (lib.FAULTS["scales of w2"], FINE),
-    (lib.FAULTS["smaller scales of w13"], FINE),
-    (lib.FAULTS["smaller scales of w2"], FINE),
-    (lib.FAULTS["bias of the last columns"], ALL),
-    (lib.FAULTS["many tokens, one expert"], ALL),
-    (lib.FAULTS["many tokens, last columns"], FINE),
-    (lib.FAULTS["many tokens, blocks"], ALL),
-    (lib.FAULTS["blocks of 16"], ALL),
-    (lib.FAULTS["output left"], ALL),
-    (lib.FAULTS["workspace read"], ALL),
-]
+    *((lib.FAULTS[name], FINE) for name in (
+        "one token", "more than 8", "router weights clamped at 1", "scales of w13", "scales of w2",
+        "smaller scales of w13", "smaller scales of w2", "many tokens, last columns",
+    )),
+    *((lib.FAULTS[name], ALL) for name in (
+        "one token, zeros", "more than 64", "no multiple of 8", "last 16 columns", "last column", "one expert",
+        "idle experts", "empty slots", "input changed", "last weight", "router weights normalized", "steps of 2 to 64",
+        "bias of the last columns", "many tokens, one expert", "many tokens, blocks", "blocks of 16", "output left",
+        "workspace read",
+    )),
+]  # fmt: skip
 CASES = [(fault, name) for fault, names in FAULTS for name in names]
 
 

@@ -35,31 +35,16 @@ PARAMETERS = [name for name in LAYERS if name.startswith("gpt-oss")]
 
 FAULTS: list[tuple[Faulty, list[str]]] = [
     (lib.FAULTS["swapped halves"], GATED),
-    (lib.FAULTS["swizzled scales of w13"], SOME),
-    (lib.FAULTS["swizzled scales of w2"], SOME),
-    (lib.FAULTS["scales of w13 one up"], SOME),
-    (lib.FAULTS["scales of w13 one down"], SOME),
-    (lib.FAULTS["scales of w2 one up"], SOME),
-    (lib.FAULTS["scales of w2 one down"], SOME),
-    (lib.FAULTS["codes of w2 transposed"], SOME),
-    (lib.FAULTS["no bias of w13"], BIASED),
-    (lib.FAULTS["no bias of w2"], BIASED),
-    (lib.FAULTS["alpha ignored"], PARAMETERS),
-    (lib.FAULTS["beta ignored"], PARAMETERS),
-    (lib.FAULTS["limit ignored"], PARAMETERS),
-    (lib.FAULTS["situ's bound of gate ignored"], ["situ"]),
-    (lib.FAULTS["situ's bound of up ignored"], ["situ"]),
+    *((lib.FAULTS[name], SOME) for name in (
+        "swizzled scales of w13", "swizzled scales of w2", "scales of w13 one up", "scales of w13 one down",
+        "scales of w2 one up", "scales of w2 one down", "codes of w2 transposed", "other experts",
+        "other router weights", "one NaN", "zeros", "one token", "one token, zeros", "more than 8", "more than 64",
+    )),
+    *((lib.FAULTS[name], BIASED) for name in ("no bias of w13", "no bias of w2")),
+    *((lib.FAULTS[name], PARAMETERS) for name in ("alpha ignored", "beta ignored", "limit ignored")),
+    *((lib.FAULTS[name], ["situ"]) for name in ("situ's bound of gate ignored", "situ's bound of up ignored")),
     (lib.FAULTS["swiglustep's limit ignored"], ["swiglustep"]),
-    (lib.FAULTS["other experts"], SOME),
-    (lib.FAULTS["other router weights"], SOME),
-    (lib.FAULTS["one NaN"], SOME),
-    (lib.FAULTS["zeros"], SOME),
-    (lib.FAULTS["one token"], SOME),
-    (lib.FAULTS["one token, zeros"], SOME),
-    (lib.FAULTS["more than 8"], SOME),
-    (lib.FAULTS["more than 64"], SOME),
-]
-
+]  # fmt: skip
 CASES = [(fault, name) for fault, names in FAULTS for name in names]
 
 

@@ -89,6 +89,25 @@ def activation_rule(swigluoai_since: str = min_versions.OLDEST_RELEASE) -> Rule:
     )
 
 
+def limit_rule(target: str, since: str, built_in: tuple[str, ...] = ()) -> Rule:
+    """The layer's limit reaches what applies it.
+
+    Args:
+        target: what that is.
+        since: first vLLM release whose class passes the limit on.
+        built_in: activations that have their limit built in.
+    """
+    return Rule(
+        "activation.parameters.vllm_version",
+        lambda problem, device: (
+            problem.activation.limit is not None
+            and problem.activation.name not in built_in
+            and not min_versions.vllm_at_least_on(device, since)
+        ),
+        lambda problem, device: f"passes the limit {problem.activation.limit:g} to its {target} since vLLM {since}",
+    )
+
+
 def swigluoai_rule(halves_since: str) -> Rule:
     """As `activation_rule`, for classes that also take gpt-oss's alternating rows, with its constants built in.
 

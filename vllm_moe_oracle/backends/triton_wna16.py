@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..core.capabilities import Capabilities, Rule
+from ..core.capabilities import Capabilities
 from ..core.decision import Numerics, ShardPlan
 from ..core.problem import Problem
 from ..core.sharding import loaded_group_size
@@ -17,7 +17,7 @@ from ..releases import min_versions
 from ._contract import Tensors
 from ._padding import pad_expert
 from ._stock import EXPERTS, StockBackend
-from ._stock_rules import FROM_SM75, STOCK_GATED, STOCK_UNGATED, activation_rule
+from ._stock_rules import FROM_SM75, STOCK_GATED, STOCK_UNGATED, activation_rule, limit_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,18 +55,7 @@ class TritonWna16(StockBackend):
     )
     rules = (
         activation_rule(swigluoai_since=min_versions.TRITON_WNA16_UNINTERLEAVED),
-        Rule(
-            "activation.parameters.vllm_version",
-            lambda problem, device: (
-                problem.activation.limit is not None
-                and problem.activation.name != "swiglustep"  # has its limit built in
-                and not min_versions.vllm_at_least_on(device, min_versions.TRITON_WNA16_LIMIT)
-            ),
-            lambda problem, device: (
-                f"passes the limit {problem.activation.limit:g} to its activation since vLLM "
-                f"{min_versions.TRITON_WNA16_LIMIT}"
-            ),
-        ),
+        limit_rule("activation", min_versions.TRITON_WNA16_LIMIT, built_in=("swiglustep",)),
     )
 
     def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:

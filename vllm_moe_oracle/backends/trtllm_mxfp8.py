@@ -16,24 +16,14 @@ from ..releases import min_versions
 from ._contract import Tensors
 from ._flashinfer_trtllm import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE, MX_CAPABILITIES, MX_RULES, to_trtllm_layout
 from ._stock import EXPERTS, StockBackend
-from ._stock_rules import activation_rule
+from ._stock_rules import activation_rule, limit_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 RULES = (
     activation_rule(swigluoai_since=min_versions.TRTLLM_MXFP8_ACTIVATION_PARAMS),
-    Rule(
-        "activation.parameters.vllm_version",
-        lambda problem, device: (
-            problem.activation.limit is not None
-            and not min_versions.vllm_at_least_on(device, min_versions.TRTLLM_MXFP8_ACTIVATION_PARAMS)
-        ),
-        lambda problem, device: (
-            f"passes the limit {problem.activation.limit:g} to its kernel since vLLM "
-            f"{min_versions.TRTLLM_MXFP8_ACTIVATION_PARAMS}"
-        ),
-    ),
+    limit_rule("kernel", min_versions.TRTLLM_MXFP8_ACTIVATION_PARAMS),
     *MX_RULES,
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -49,16 +49,42 @@ def _read_number(text: Any, kind: Callable[[Any], _Number], word: str) -> _Numbe
     return kind(text)
 
 
-TensorParallel = Annotated[
-    int, typer.Option(help="Tensor-parallel ranks, as vLLM's --tensor-parallel-size.", metavar="N", parser=read_count)
-]
+def count_option(text: str) -> Any:
+    """An option that is a whole number, with this help."""
+    return typer.Option(help=text, metavar="N", parser=read_count)
+
+
+def counts_option(text: str) -> Any:
+    """The same for whole numbers with commas; `layer_arguments.parse_counts` reads them."""
+    return typer.Option(help=text, metavar="N,...")
+
+
+def seconds_option(text: str) -> Any:
+    """The same for seconds."""
+    return typer.Option(help=text, metavar="SECONDS", parser=read_seconds)
+
+
+def name_option(text: str, values: Callable[[], Sequence[str]], metavar: str = "NAME") -> Any:
+    """The same for a word; shells complete these values."""
+    return typer.Option(help=text, metavar=metavar, autocompletion=values)
+
+
+def names_option(text: str, values: Callable[[], Sequence[str]], metavar: str = "NAME,...") -> Any:
+    """The same for words with commas."""
+    return typer.Option(help=text, metavar=metavar, autocompletion=completion.several(values))
+
+
+def file_option(text: str, *names: str, metavar: str = "FILE") -> Any:
+    """The same for a path; names of the option where its parameter has another one."""
+    return typer.Option(*names, help=text, metavar=metavar)
+
+
+TensorParallel = Annotated[int, count_option("Tensor-parallel ranks, as vLLM's --tensor-parallel-size.")]
 DataParallel = Annotated[
     int,
-    typer.Option(
-        help="Data-parallel ranks, each of --tp ranks; as vLLM's --data-parallel-size. MoE layers are distributed over "
-        "all of them.",
-        metavar="N",
-        parser=read_count,
+    count_option(
+        "Data-parallel ranks, each of --tp ranks; as vLLM's --data-parallel-size. MoE layers are distributed over all "
+        "of them."
     ),
 ]
 ExpertParallel = Annotated[
@@ -72,28 +98,14 @@ BatchInvariant = Annotated[
 ]
 Quantization = Annotated[
     str,
-    typer.Option(
-        help="As vLLM's --quantization, e.g. mxfp8 for a checkpoint in 16 bits, moe_wna16 for GPTQ or AWQ.",
-        metavar="NAME",
-        autocompletion=completion.quantizations,
+    name_option(
+        "As vLLM's --quantization, e.g. mxfp8 for a checkpoint in 16 bits, moe_wna16 for GPTQ or AWQ.",
+        completion.quantizations,
     ),
 ]
-CompileJobs = Annotated[
-    int,
-    typer.Option(
-        help="Processes that compile kernels before the measurements; 0 for none.", metavar="N", parser=read_count
-    ),
-]
-Replays = Annotated[
-    int,
-    typer.Option(help="Timed replays of each backend and number of tokens, at most.", metavar="N", parser=read_count),
-]
-Gpus = Annotated[
-    str,
-    typer.Option(
-        help="Measure on several GPUs: all, or numbers like 0,1.", metavar="all|N,...", autocompletion=lambda: ["all"]
-    ),
-]
+CompileJobs = Annotated[int, count_option("Processes that compile kernels before the measurements; 0 for none.")]
+Replays = Annotated[int, count_option("Timed replays of each backend and number of tokens, at most.")]
+Gpus = Annotated[str, name_option("Measure on several GPUs: all, or numbers like 0,1.", lambda: ["all"], "all|N,...")]
 Assignments = Annotated[
     list[str] | None,
     typer.Option(

@@ -165,14 +165,12 @@ def _describe_token_ranges(group: LayerGroup) -> str:
     """Which backend runs up to how many tokens, and what memory a second copy of the weights takes."""
     assert group.decision is not None
     problem, steps = group.problem, group.decision.token_ranges
-    words = [f"{step.backend} {f'up to {step.max_tokens} tokens' if step.max_tokens else 'beyond'}" for step in steps]
+    words = ", ".join(map(str, steps))
     if len({group.decision.candidate(step.backend).answers.layout for step in steps}) == 1:
-        return f"{', '.join(words)}; over the same weights"
+        return f"{words}; over the same weights"
     mib = expert_bytes(problem) * problem.local_experts / 2**20
     count = len(group.names)
-    return (
-        f"{', '.join(words)}; a second copy of the weights: about {mib:.0f} MiB a layer, {mib * count / 1024:.1f} GiB"
-    )
+    return f"{words}; a second copy of the weights: about {mib:.0f} MiB a layer, {mib * count / 1024:.1f} GiB"
 
 
 def _format_times(decision: Decision | None) -> dict[str, str]:

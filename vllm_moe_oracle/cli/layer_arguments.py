@@ -174,13 +174,13 @@ def parse_token_counts(words: str) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def progress_bar(quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on standard error; without a terminal, a line for each new step."""
+def progress_bar(as_json: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error; without a terminal, a line for each new step, or nothing where a command prints JSON."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    if quiet:
+    if as_json and not sys.stderr.isatty():
         yield lambda words, done, total: None
         return
     console = Console(stderr=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..errors import MeasurementError
+
 
 def why_unwritable(path: Path, appended: bool = False) -> str:
     """Why a file could not be written; "" if it could.
@@ -26,6 +28,18 @@ def why_unwritable(path: Path, appended: bool = False) -> str:
     if exists and path.is_file() and not appended:
         places.append(Path(os.path.realpath(path)).parent)
     return "" if all(os.access(each, os.W_OK) for each in places) else "permission denied"
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those above it, where there is none.
+
+    Raises:
+        MeasurementError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MeasurementError(f"the folder cannot be made: {error.strerror}", where=str(folder)) from error
 
 
 def why_unwritable_folder(folder: Path) -> str:

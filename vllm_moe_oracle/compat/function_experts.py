@@ -34,19 +34,11 @@ class _RegisteredForward:
         self.handle = next(_handles)
         _registered[self.handle] = self
 
-    def __call__(
-        self,
-        out: Tensor,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-        workspace: Tensor,
-        **more: Any,
-    ) -> None:
-        """Calls the function, with the workspace as bytes if it takes one."""
+    def __call__(self, *arguments: Any, **more: Any) -> None:
+        """Calls the function, with arguments as for `WorkspaceForward`, the workspace as bytes if it takes one."""
+        *given, workspace = arguments
         scratch = (workspace.view(torch.uint8),) if self.scratch else ()
-        self.forward(out, x, topk_weights, topk_ids, expert_map, *scratch, **more)
+        self.forward(*given, *scratch, **more)
 
 
 _handles = itertools.count()
@@ -179,17 +171,9 @@ class FunctionExperts(mk.FusedMoEExpertsModular):
         workspace = output.new_empty(0) if workspace2 is None else workspace2
         self._run(_as_rows(output), _as_rows(hidden_states), *routed, workspace)
 
-    def _run(
-        self,
-        out: Tensor,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-        workspace: Tensor,
-    ) -> None:
-        """Calls the function; through its operator where torch.compile traces."""
-        arguments = (out, x, topk_weights, topk_ids, expert_map, workspace)
+    def _run(self, *arguments: Any) -> None:
+        """Calls the function, with arguments as for `WorkspaceForward`; through its operator where torch.compile
+        traces."""
         if torch.compiler.is_compiling():
             torch.ops.vllm_moe_oracle.run_experts(*arguments, self.runner.handle)
         else:

@@ -34,23 +34,15 @@ class LoRAFunctionExperts(LoRAExpertsMixin, FunctionExperts):
         self.alternating: bool = alternating
         self.mixin_interleaves: bool = alternating and _mixin_interleaves()
 
-    def _run(
-        self,
-        out: Tensor,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-        workspace: Tensor,
-    ) -> None:
+    def _run(self, *arguments: Any) -> None:
         """Calls the function; a batch with adapters without our operator, whose arguments are tensors. Adapters run on
         GPUs alone, where an operator of vLLM's hides the whole layer from torch.compile."""
         lora_context = self._lora_context
-        routed = (topk_weights, topk_ids, expert_map)
         if lora_context is None or not _any_adapter(lora_context.punica_wrapper):
-            super()._run(out, x, *routed, workspace)
+            super()._run(*arguments)
         else:
-            self.runner(out, x, *routed, workspace, adapters=_CallAdapters(self, lora_context, x, *routed))
+            _, x, *routed, _ = arguments
+            self.runner(*arguments, adapters=_CallAdapters(self, lora_context, x, *routed))
 
 
 def _mixin_interleaves() -> bool:

@@ -171,6 +171,9 @@ class TokenRange:
     backend: str
     max_tokens: int | None
 
+    def __str__(self) -> str:
+        return f"{self.backend} {f'up to {self.max_tokens} tokens' if self.max_tokens else 'beyond'}"
+
 
 @dataclass(frozen=True, slots=True)
 class FilledTimes:

@@ -263,14 +263,7 @@ def _measurement_set(source: str, samples: Iterable[Sample], problem: Problem) -
     Left out are backends that quantize activations differently now than when they were measured, failures for lack of
     memory, and times without top-k if other backends' times include it.
     """
-    registry = default_registry()
-    known = [
-        sample
-        for sample in samples
-        if sample.backend in registry
-        and _activations(sample.backend, problem) == sample.activations
-        and not is_out_of_memory(sample.failure)
-    ]
+    known = [each for each in samples if _says_something(each, problem)]
     # A backend that failed at one number of tokens, or under one routing, is not chosen for its times elsewhere.
     failed = dict.fromkeys(sample.backend for sample in known if sample.failure)
     failures = {name: _summarize_failures([each for each in known if each.backend == name]) for name in failed}
@@ -285,6 +278,15 @@ def _measurement_set(source: str, samples: Iterable[Sample], problem: Problem) -
     own = {name: [each for each in timed if each.backend == name] for name in times}
     tiles = {name: rows for name, found in own.items() if (rows := _tile_ranges(found, counts))}
     return MeasurementSet(times, source, failures, tiles=tiles)
+
+
+def _says_something(sample: Sample, problem: Problem) -> bool:
+    """Whether a sample is of a backend of this process as it computes now, and no failure for lack of memory."""
+    return (
+        sample.backend in default_registry()
+        and _activations(sample.backend, problem) == sample.activations
+        and not is_out_of_memory(sample.failure)
+    )
 
 
 def _summarize_failures(samples: list[Sample]) -> str:

@@ -195,11 +195,7 @@ def choose_fastest(
     can_share = _never if outcome.is_predicted else can_share
     token_ranges = _split_by_tokens(winner, found.curves, counts, objective, min_time_saving, can_share)
     if token_ranges:
-        ranges = [
-            f"{span.backend} {f'up to {span.max_tokens} tokens' if span.max_tokens else 'beyond'}"
-            for span in token_ranges
-        ]
-        explanation = f"{explanation}; by number of tokens: {', '.join(ranges)}"
+        explanation = f"{explanation}; by number of tokens: {', '.join(map(str, token_ranges))}"
     return MeasuredChoice(winner, explanation, outcome, token_ranges)
 
 

@@ -334,15 +334,14 @@ def find_layer(files: TensorFiles, problem: Problem, layer: LayerNames) -> Store
                 return StoredExperts(files, problem, module, (), fused)
     endings = {name.removeprefix("w13"): own.removeprefix("w13_") for name, own in canonical.items() if name[1] == "1"}
     gated = problem.activation.gated
+    others = {} if problem.scheme.name == "wna16" else _OTHER_ENDINGS
+    known = {suffix: (ending, *others.get(ending, ())) for suffix, ending in endings.items()}
     conventions = dict.fromkeys((*layer.conventions(), *(GATED_PROJECTIONS if gated else UNGATED_PROJECTIONS)))
     for module, number in layer.modules_in_files():
         for names in conventions:
             if len(names) != (3 if gated else 2):
                 continue
             first = f"{module}.{number}.{names[0]}."
-            known = {suffix: (ending, *_OTHER_ENDINGS.get(ending, ())) for suffix, ending in endings.items()}
-            if problem.scheme.name == "wna16":
-                known = {suffix: (ending,) for suffix, ending in endings.items()}
             found = {
                 suffix: next((each for each in possible if first + each in files), possible[0])
                 for suffix, possible in known.items()

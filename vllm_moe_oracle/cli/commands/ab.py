@@ -26,10 +26,11 @@ from ...errors import CheckpointError, MeasurementError, printable
 from ...measurements.paired_turns import CONFIDENCE, PairedComparison, compare
 from ...settings import excluded_by_vllm, server_environment
 from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, output, served_benchmark
-from ..arguments import AsJson, read_count, read_seconds
+from ..arguments import AsJson, count_option, counts_option, file_option, seconds_option
 from ..kept_turns import KeptTurns, ServedTurn
 from ..layer_arguments import parse_counts, progress_bar
 from ..served_benchmark import Load, ServingError
+from ..writable import make_folder
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 """For typer: what is not an option here is vLLM's."""
@@ -45,39 +46,34 @@ _BENCH_METRICS = (
 _START_METRIC = ("start", "s", False)
 
 
-# More than 80 lines: one parameter for each option, and the help text. The steps are functions below.
+_FirstStarts = Annotated[
+    bool,
+    typer.Option(
+        "--first-starts/--no-first-starts",
+        help="Start each server once before the turns, and send it some requests. This is not counted, since first "
+        "starts compile, and read weights from disk.",
+    ),
+]
+
+
 def command(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="As vllm serve takes it. Options after it are vLLM's.", metavar="MODEL")],
-    turns: Annotated[
-        int,
-        typer.Option(help="Starts of each server. One start says nothing about noise.", metavar="N", parser=read_count),
-    ] = 3,
+    turns: Annotated[int, count_option("Starts of each server. One start says nothing about noise.")] = 3,
     prompts: Annotated[
-        str, typer.Option(help="Requests of each benchmark: one number, or one for each concurrency.", metavar="N,...")
+        str, counts_option("Requests of each benchmark: one number, or one for each concurrency.")
     ] = "200",
-    input_len: Annotated[int, typer.Option(help="Tokens of each request.", metavar="N", parser=read_count)] = 512,
-    output_len: Annotated[int, typer.Option(help="Tokens of each answer.", metavar="N", parser=read_count)] = 128,
+    input_len: Annotated[int, count_option("Tokens of each request.")] = 512,
+    output_len: Annotated[int, count_option("Tokens of each answer.")] = 128,
     concurrency: Annotated[
-        str, typer.Option(help="Requests at the same time; each number is a benchmark of its own.", metavar="N,...")
+        str, counts_option("Requests at the same time; each number is a benchmark of its own.")
     ] = "16",
-    seed: Annotated[
-        int, typer.Option(help="Seed of the prompts, which are the same in all turns.", metavar="N", parser=read_count)
-    ] = 0,
-    first_starts: Annotated[
-        bool,
-        typer.Option(
-            "--first-starts/--no-first-starts",
-            help="Start each server once before the turns, and send it some requests. This is not counted, since first "
-            "starts compile, and read weights from disk.",
-        ),
-    ] = True,
-    port: Annotated[int, typer.Option(help="The servers' port; 0 for a free one.", metavar="N", parser=read_count)] = 0,
-    start_timeout: Annotated[
-        float, typer.Option(help="Seconds in which a server must be healthy.", metavar="SECONDS", parser=read_seconds)
-    ] = 1800.0,
+    seed: Annotated[int, count_option("Seed of the prompts, which are the same in all turns.")] = 0,
+    first_starts: _FirstStarts = True,
+    port: Annotated[int, count_option("The servers' port; 0 for a free one.")] = 0,
+    start_timeout: Annotated[float, seconds_option("Seconds in which a server must be healthy.")] = 1800.0,
     logs: Annotated[
-        Path | None, typer.Option(help="Keep the logs and the benchmarks' results in this folder.", metavar="DIR")
+        Path | None, file_option("Keep the logs and the benchmarks' results in this folder.", metavar="DIR")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue a run that ended, after the turns that it left in --logs.")
@@ -117,28 +113,11 @@ def command(
     run = _Run(model, tuple(each for each in context.args if each != "--"), loads, port, start_timeout)
     with contextlib.ExitStack() as stack:
         folder = logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-oracle-ab-")))
-        _make_folder(folder)
+        make_folder(folder)
         identity = {"model": model, "options": run.options, "loads": loads, "packages": installed_packages()}
         kept = KeptTurns(folder, identity, resume)
         stack.enter_context(_terminable())
-        measured: list[tuple[ServedTurn, ServedTurn]] = []
-        status = 0
-        try:
-            with progress_bar(quiet=as_json and not sys.stderr.isatty()) as report:
-                if first_starts and not kept.served and not kept.first:
-                    kept.keep_first(_first_starts(run, folder, report))
-                for turn in _measure(run, turns, folder, kept, report):
-                    measured.append(turn)  # one by one: what is there is kept when the next one fails
-        except ServingError as error:
-            for line in printable(error.log).splitlines():
-                print(f"  | {line}", file=sys.stderr)
-            output.print_message("error", str(error))
-            status = EXIT_INCOMPLETE
-        except _WrongServer as error:
-            output.print_message("error", str(error))
-            status = EXIT_NO_BACKEND
-        except SystemExit as ended:  # by a signal: what was measured took minutes, and is shown
-            status = ended.code if isinstance(ended.code, int) else EXIT_INCOMPLETE
+        measured, status = _measure_all(run, turns, first_starts, folder, kept, as_json)
     if measured:
         if status:
             output.print_message("warning", f"ended after {len(measured)} of {turns} turns; their figures follow")
@@ -216,13 +195,6 @@ def _check(turns: int, start_timeout: float, port: int) -> None:
         raise MeasurementError(f"the plugin's server would not run it: it is {reason}")
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MeasurementError(f"the folder cannot be made: {error.strerror}", where=str(folder)) from error
-
-
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
     """A signal that ends this process ends the servers first."""
@@ -250,6 +222,30 @@ def _first_starts(run: _Run, folder: Path, report: Any) -> dict[str, float]:
         served = _serve(dataclasses.replace(run, loads=short), kind, 0, folder, say)
         found[kind] = served.start_seconds
     return found
+
+
+def _measure_all(
+    run: _Run, turns: int, first_starts: bool, folder: Path, kept: KeptTurns, as_json: bool
+) -> tuple[list[tuple[ServedTurn, ServedTurn]], int]:
+    """The turns that could be measured, and the exit status: 0, or what ended the run before the last turn."""
+    measured: list[tuple[ServedTurn, ServedTurn]] = []
+    try:
+        with progress_bar(as_json) as report:
+            if first_starts and not kept.served and not kept.first:
+                kept.keep_first(_first_starts(run, folder, report))
+            for turn in _measure(run, turns, folder, kept, report):
+                measured.append(turn)  # one by one: what is there is kept when the next one fails
+    except ServingError as error:
+        for line in printable(error.log).splitlines():
+            print(f"  | {line}", file=sys.stderr)
+        output.print_message("error", str(error))
+        return measured, EXIT_INCOMPLETE
+    except _WrongServer as error:
+        output.print_message("error", str(error))
+        return measured, EXIT_NO_BACKEND
+    except SystemExit as ended:  # by a signal: what was measured took minutes, and is shown
+        return measured, ended.code if isinstance(ended.code, int) else EXIT_INCOMPLETE
+    return measured, 0
 
 
 def _measure(

@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from ...checkpoint.ranks import Ranks
-from ...core.problem import Problem
+from ...core.problem import Device, Problem
 from ...errors import MeasurementError, did_you_mean
 from ...measurements import model_shapes
 from ...measurements.bench_records import BenchRecord
@@ -37,7 +37,11 @@ from ..arguments import (
     Replays,
     TensorParallel,
     command_settings,
-    read_seconds,
+    counts_option,
+    file_option,
+    name_option,
+    names_option,
+    seconds_option,
 )
 from ..writable import why_unwritable
 
@@ -49,68 +53,48 @@ DEFAULT_SCHEMES = "mxfp8,mxfp4,int4_g128,int4_g32,int8_g128"
 """Formats of `--shape` where `--scheme` names none."""
 
 
-# More than 80 lines: one parameter for each option, and the help text. The steps are functions below.
+_Schemes = Annotated[
+    str | None,
+    names_option(
+        f"Formats, for every SHAPE of --shape. [default: {DEFAULT_SCHEMES}]", lambda: model_shapes.SCHEME_NAMES
+    ),
+]
+_Shapes = Annotated[
+    str,
+    names_option("Names of model shapes, each optionally with @tpN. An unknown name lists all.", model_shapes.names),
+]
+_Stock = Annotated[
+    str,
+    names_option(
+        "Stock vLLM's layers beside the plugin's: values of --moe-backend, or none.",
+        lambda: [*completion.vllm_backends(), "none"],
+    ),
+]
+_Plot = Annotated[
+    Path | None,
+    file_option("Draw times, and the speed-up over stock, into this file (.svg, .png); needs the extra plot."),
+]
+
+
 def command(
     models: ModelNames = None,
-    scheme: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Formats, for every SHAPE of --shape. [default: {DEFAULT_SCHEMES}]",
-            metavar="NAME,...",
-            autocompletion=completion.several(lambda: model_shapes.SCHEME_NAMES),
-        ),
-    ] = None,
-    shape: Annotated[
-        str,
-        typer.Option(
-            help="Names of model shapes, each optionally with @tpN. An unknown name lists all.",
-            metavar="NAME,...",
-            autocompletion=completion.several(model_shapes.names),
-        ),
-    ] = "",
+    scheme: _Schemes = None,
+    shape: _Shapes = "",
     tp: TensorParallel = 1,
     dp: DataParallel = 1,
     ep: ExpertParallel = False,
     quantization: Quantization = "",
     batch_invariant: BatchInvariant = None,
-    tokens: Annotated[str, typer.Option(help="Numbers of tokens.", metavar="N,...")] = "1,2,4,8,16,32,64,128,256,512",
-    routing: Annotated[
-        str,
-        typer.Option(help="uniform or skewed.", metavar="KIND", autocompletion=lambda: ["uniform", "skewed"]),
-    ] = "uniform",
-    stock: Annotated[
-        str,
-        typer.Option(
-            help="Stock vLLM's layers beside the plugin's: values of --moe-backend, or none.",
-            metavar="NAME,...",
-            autocompletion=completion.several(lambda: [*completion.vllm_backends(), "none"]),
-        ),
-    ] = "auto",
-    backend: Annotated[
-        str,
-        typer.Option(
-            help="Only these backends.",
-            metavar="NAME,...",
-            autocompletion=completion.several(completion.backends),
-        ),
-    ] = "",
+    tokens: Annotated[str, counts_option("Numbers of tokens.")] = "1,2,4,8,16,32,64,128,256,512",
+    routing: Annotated[str, name_option("uniform or skewed.", lambda: ["uniform", "skewed"], "KIND")] = "uniform",
+    stock: _Stock = "auto",
+    backend: Annotated[str, names_option("Only these backends.", completion.backends)] = "",
     replays: Replays = 30,
     jobs: CompileJobs = 0,
     gpus: Gpus = "",
-    budget: Annotated[
-        float | None,
-        typer.Option(help="Start no further layer after this many seconds.", metavar="SECONDS", parser=read_seconds),
-    ] = None,
-    jsonl: Annotated[
-        Path | None, typer.Option("--jsonl", help="Write records here, one JSON object a line.", metavar="FILE")
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw times, and the speed-up over stock, into this file (.svg, .png); needs the extra plot.",
-            metavar="FILE",
-        ),
-    ] = None,
+    budget: Annotated[float | None, seconds_option("Start no further layer after this many seconds.")] = None,
+    jsonl: Annotated[Path | None, file_option("Write records here, one JSON object a line.")] = None,
+    plot: _Plot = None,
     assignments: Assignments = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records, one JSON object a line.")] = False,
 ) -> None:
@@ -133,8 +117,6 @@ def command(
       4  a backend or a stock layer could not be timed, or failed its check; the
          records say why
     """
-    from ...measuring import benchmarks
-
     chosen = command_settings(assignments)
     set_batch_invariant(batch_invariant)
     problems = _kernel_shapes(models, scheme, shape, Ranks(tp, dp, ep), quantization, chosen)
@@ -143,26 +125,46 @@ def command(
         _check_plot_path(plot)
     device = layer_arguments.require_gpu()
     options = dataclasses.replace(options, gpus=layer_arguments.parse_gpus(gpus))
-    line = "vllm-moe-oracle " + shlex.join(sys.argv[1:])
-    head = {"conditions": benchmarks.conditions(device, options, line)}
-    records: list[BenchRecord] = []
-    # Line by line: what was measured before an interruption is not lost.
-    _write_record(msgspec.json.encode(head), jsonl, as_json, write_whole)
-    failure = ""
-    try:
-        with layer_arguments.progress_bar(quiet=as_json and not sys.stderr.isatty()) as report:
-            for record in benchmarks.bench([*problems.values()], device, chosen, options, report):
-                records.append(record)
-                _write_record(msgspec.json.encode(record), jsonl, as_json, append_whole)
-    except MeasurementError as error:
-        if not records:
-            raise
-        failure = str(error)
+    records, failure = _measure([*problems.values()], device, chosen, options, jsonl, as_json)
     if not as_json:
         _print(records, device.name)
     if plot is not None and records:
         _plot(records, plot, device.name)
     _exit_if_incomplete(records, len(problems), budget, failure)
+
+
+def _measure(
+    problems: list[Problem],
+    device: Device,
+    settings: Settings,
+    options: BenchOptions,
+    jsonl: Path | None,
+    as_json: bool,
+) -> tuple[list[BenchRecord], str]:
+    """Times layers, and writes the conditions and each record at once: an interruption loses nothing.
+
+    Returns:
+        The records, and what ended the run early; "" where nothing did.
+
+    Raises:
+        MeasurementError: it ended before the first record, or a line cannot be written.
+    """
+    from ...measuring import benchmarks
+
+    line = "vllm-moe-oracle " + shlex.join(sys.argv[1:])
+    head = {"conditions": benchmarks.conditions(device, options, line)}
+    _write_record(msgspec.json.encode(head), jsonl, as_json, write_whole)
+    records: list[BenchRecord] = []
+    try:
+        with layer_arguments.progress_bar(as_json) as report:
+            for record in benchmarks.bench(problems, device, settings, options, report):
+                records.append(record)
+                _write_record(msgspec.json.encode(record), jsonl, as_json, append_whole)
+    except MeasurementError as error:
+        if not records:
+            raise
+        return records, str(error)
+    return records, ""
 
 
 def _kernel_shapes(

@@ -42,90 +42,83 @@ from ..arguments import (
     Quantization,
     TensorParallel,
     command_settings,
+    name_option,
 )
 from ..explanation import vllm_version
 from ..layer_groups import STOCK_ITSELF, LayerGroup, group_layers, names_backends
 from ..usage_hints import require_a_path
 
+_Checkpoint = Annotated[
+    str,
+    typer.Argument(
+        help="A checkpoint's folder, a bare config.json, or a Hub name in the local cache.", metavar="CHECKPOINT"
+    ),
+]
+_DeviceName = Annotated[
+    str,
+    name_option(
+        f"auto (this machine), {', '.join(known_device_names())}, or a JSON file with at least kind and name, as status "
+        "--json prints it. A name stands for the newest tested vLLM; short forms such as h200 and 4090 are known. cpu "
+        "stands for a machine with AVX2 and enough memory.",
+        lambda: ["auto", *known_device_names()],
+        "NAME|FILE",
+    ),
+]
+_Release = Annotated[
+    str, name_option("A supported release of vLLM instead of the device's own.", lambda: list(RELEASES), "VERSION")
+]
+_All2All = Annotated[
+    str,
+    name_option(
+        "How data-parallel ranks exchange tokens, as vLLM's --all2all-backend; needs --ep and --dp. "
+        f"[default: {DEFAULT_ALL2ALL}]",
+        lambda: list(all2all_names(None)),
+    ),
+]
+_Lora = Annotated[bool, typer.Option("--lora", help="LoRA adapters may be applied, as vLLM's --enable-lora.")]
+_LoraModules = Annotated[
+    list[str] | None,
+    typer.Option(help="With --lora: a module that has adapters, as vLLM's option. Repeatable.", metavar="NAME"),
+]
+_Eplb = Annotated[
+    bool, typer.Option("--eplb", help="Experts may move between ranks, as vLLM's --enable-eplb; needs --ep.")
+]
+_Placement = Annotated[
+    str,
+    name_option(
+        "linear gives each rank consecutive experts, round_robin places them in turn; as vLLM's. Needs --ep.",
+        lambda: ["linear", "round_robin"],
+    ),
+]
+_Backend = Annotated[str | None, name_option("Short for --set backend=NAME.", completion.any_backends)]
+_Brief = Annotated[
+    bool,
+    typer.Option(
+        "--brief", help="Only the winner of each group of layers, and why; with --json: without rejected candidates."
+    ),
+]
+_Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also name the backends for other kinds of devices.")]
 
-# More than 80 lines: one parameter for each option, and the help text. The steps are functions below.
+
 def command(
-    path: Annotated[
-        str,
-        typer.Argument(
-            help="A checkpoint's folder, a bare config.json, or a Hub name in the local cache.", metavar="CHECKPOINT"
-        ),
-    ],
-    device: Annotated[
-        str,
-        typer.Option(
-            help=f"auto (this machine), {', '.join(known_device_names())}, or a JSON file with at least "
-            "kind and name, as status --json prints it. A name stands for the newest tested vLLM; short forms such as "
-            "h200 and 4090 are known. cpu stands for a machine with AVX2 and enough memory.",
-            metavar="NAME|FILE",
-            autocompletion=lambda: ["auto", *known_device_names()],
-        ),
-    ] = "auto",
-    vllm: Annotated[
-        str,
-        typer.Option(
-            "--vllm",
-            help="A supported release of vLLM instead of the device's own.",
-            metavar="VERSION",
-            autocompletion=lambda: list(RELEASES),
-        ),
-    ] = "",
+    path: _Checkpoint,
+    device: _DeviceName = "auto",
+    vllm: _Release = "",
     tp: TensorParallel = 1,
     dp: DataParallel = 1,
     ep: ExpertParallel = False,
-    all2all_backend: Annotated[
-        str,
-        typer.Option(
-            help="How data-parallel ranks exchange tokens, as vLLM's --all2all-backend; needs --ep and --dp. "
-            f"[default: {DEFAULT_ALL2ALL}]",
-            metavar="NAME",
-            autocompletion=lambda: list(all2all_names(None)),
-        ),
-    ] = "",
+    all2all_backend: _All2All = "",
     batch_invariant: BatchInvariant = None,
-    lora: Annotated[
-        bool, typer.Option("--lora", help="LoRA adapters may be applied, as vLLM's --enable-lora.")
-    ] = False,
-    lora_target_modules: Annotated[
-        list[str] | None,
-        typer.Option(help="With --lora: a module that has adapters, as vLLM's option. Repeatable.", metavar="NAME"),
-    ] = None,
-    eplb: Annotated[
-        bool, typer.Option("--eplb", help="Experts may move between ranks, as vLLM's --enable-eplb; needs --ep.")
-    ] = False,
-    expert_placement_strategy: Annotated[
-        str,
-        typer.Option(
-            help="linear gives each rank consecutive experts, round_robin places them in turn; as vLLM's. Needs --ep.",
-            metavar="NAME",
-            autocompletion=lambda: ["linear", "round_robin"],
-        ),
-    ] = "linear",
-    backend: Annotated[
-        str | None,
-        typer.Option(help="Short for --set backend=NAME.", metavar="NAME", autocompletion=completion.any_backends),
-    ] = None,
-    moe_backend: Annotated[
-        str,
-        typer.Option(help="As vLLM's --moe-backend.", metavar="NAME", autocompletion=completion.vllm_backends),
-    ] = "auto",
+    lora: _Lora = False,
+    lora_target_modules: _LoraModules = None,
+    eplb: _Eplb = False,
+    expert_placement_strategy: _Placement = "linear",
+    backend: _Backend = None,
+    moe_backend: Annotated[str, name_option("As vLLM's --moe-backend.", completion.vllm_backends)] = "auto",
     quantization: Quantization = "",
     assignments: Assignments = None,
-    brief: Annotated[
-        bool,
-        typer.Option(
-            "--brief",
-            help="Only the winner of each group of layers, and why; with --json: without rejected candidates.",
-        ),
-    ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also name the backends for other kinds of devices.")
-    ] = False,
+    brief: _Brief = False,
+    verbose: _Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Say which backend each MoE layer of a checkpoint gets, and why.
@@ -156,65 +149,18 @@ def command(
     moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
     check_backend_names(chosen, moe_backend)
     machine = _with_vllm(_resolve_device(device), vllm)
-    release = vllm_version(machine)
-    ranks = Ranks(tp, dp, ep, effective_all2all(all2all_backend or DEFAULT_ALL2ALL, release))
-    cached = []
-    try:
-        read = checkpoint.read_checkpoint(Path(path))
-        if not os.path.exists(path):
-            cached = [f"{path} is read from the local cache of the Hugging Face Hub: {read.path}"]
-        layers = checkpoint.find_moe_layers(
-            read, tp, ep, chosen.ragged_shards, quantization.lower(), release, dp, ranks.all2all
-        )
-    except LeftToStockError as error:
-        note = f"the model is left to stock vLLM, unaffected by this plugin: {error.rule}. {error.remedy}"
-        layers = MoeLayers((), (), {}, "", (note,))
+    ranks = Ranks(tp, dp, ep, effective_all2all(all2all_backend or DEFAULT_ALL2ALL, vllm_version(machine)))
+    layers = _find_layers(path, quantization, ranks, chosen, machine)
     _check_overrides_match(chosen, layers)
     invariant = batch_invariant_variable() if batch_invariant is None else batch_invariant
-    model, mtp = (
-        [
-            as_served(
-                problem,
-                chosen,
-                lora and (not lora_target_modules or targets_experts(lora_target_modules, problem.layer)),
-                eplb,
-                invariant,
-                round_robin,
-            )
-            for problem in problems
-        ]
-        for problems in (layers.problems, layers.mtp_problems)
-    )
-    measure = tune_command(
-        path,
-        chosen,
-        tp=tp,
-        dp=dp,
-        ep=ep,
-        quantization=quantization,
-        batch_invariant=batch_invariant if batch_invariant is not None else invariant or None,
-    )
-    groups = group_layers(model, machine, chosen, moe_backend, ranks.all2all, measure)
-    drafts = group_layers(mtp, machine, chosen, moe_backend, ranks.all2all, measure)
-    groups += [dataclasses.replace(group, is_mtp=True) for group in drafts]
-    if layers.refused:
-        groups = [dataclasses.replace(group, gain=None, measure="", refused=layers.refused) for group in groups]
-    if moe_backend != AUTO and layers.unquantized:
-        rule = f"--moe-backend {moe_backend} is for quantized experts; vLLM chooses the kernel of unquantized ones"
-        layers = dataclasses.replace(layers, notes=(*layers.notes, rule))
-    placement = _placement_notes((*model, *mtp), round_robin)
-    parallelism = _parallelism_notes(ranks, all2all_backend, groups, machine)
-    server = _server_notes(chosen, layers.method, groups, machine)
-    elsewhere = f"this machine has no GPU ({machine.name}): --device h100, or another name, answers for one with a GPU"
-    notes = [
-        *([elsewhere] if device == "auto" and machine.kind == "cpu" else []),
-        *cached,
-        *layers.notes,
-        *_activation_notes(layers, chosen),
-        *parallelism,
-        *placement,
-        *server,
-    ]
+    server = _Server(machine, chosen, ranks, moe_backend, invariant, lora, lora_target_modules, eplb, round_robin)
+    asked = batch_invariant if batch_invariant is not None else invariant or None
+    measure = tune_command(path, chosen, tp=tp, dp=dp, ep=ep, quantization=quantization, batch_invariant=asked)
+    groups = server.group(layers, measure)
+    notes = [*_notes(server, layers, groups, all2all_backend)]
+    if device == "auto" and machine.kind == "cpu":
+        rule = f"this machine has no GPU ({machine.name}): --device h100, or another name, answers for one with a GPU"
+        notes.insert(0, rule)
     unread = [each for each in [cache_error(chosen)] if each]
     if as_json:
         explanation.print_json(groups, layers, [*notes, *unread], machine, brief)
@@ -225,6 +171,98 @@ def command(
         explanation.print_groups(groups, notes, machine, ranks, brief, verbose, assumed)
     if any(group.decision is None and not group.left_to_stock for group in groups):
         raise typer.Exit(EXIT_NO_BACKEND)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Server:
+    """The server that the answer is about.
+
+    Attributes:
+        device: its machine.
+        settings: of the plugin.
+        ranks: vLLM's options of parallelism.
+        moe_backend: vLLM's ``--moe-backend``.
+        batch_invariant: as vLLM's ``VLLM_BATCH_INVARIANT``.
+        lora: LoRA adapters may be applied.
+        lora_target_modules: the modules that adapters are for; None or none for all.
+        eplb: experts may move between ranks.
+        round_robin: vLLM is asked to place experts round-robin.
+    """
+
+    device: Device
+    settings: Settings
+    ranks: Ranks
+    moe_backend: str
+    batch_invariant: bool
+    lora: bool
+    lora_target_modules: list[str] | None
+    eplb: bool
+    round_robin: bool
+
+    def serve(self, problem: Problem) -> Problem:
+        """A layer of the checkpoint as this server sees it."""
+        modules = self.lora_target_modules
+        adapted = self.lora and (not modules or targets_experts(modules, problem.layer))
+        return as_served(problem, self.settings, adapted, self.eplb, self.batch_invariant, self.round_robin)
+
+    def group(self, layers: MoeLayers, measure: str) -> list[LayerGroup]:
+        """The layers by equal decision, those for multi-token prediction last; `measure` is the command that measures
+        them."""
+        model, drafts = (
+            group_layers(
+                [self.serve(each) for each in problems],
+                self.device,
+                self.settings,
+                self.moe_backend,
+                self.ranks.all2all,
+                measure,
+            )
+            for problems in (layers.problems, layers.mtp_problems)
+        )
+        groups = [*model, *(dataclasses.replace(group, is_mtp=True) for group in drafts)]
+        if layers.refused:
+            groups = [dataclasses.replace(group, gain=None, measure="", refused=layers.refused) for group in groups]
+        return groups
+
+
+def _find_layers(path: str, quantization: str, ranks: Ranks, settings: Settings, device: Device) -> MoeLayers:
+    """The layers of the checkpoint; a note instead of them where all of the model is left to stock vLLM.
+
+    Raises:
+        OracleError: the checkpoint cannot be read.
+    """
+    notes: tuple[str, ...] = ()
+    try:
+        read = checkpoint.read_checkpoint(Path(path))
+        if not os.path.exists(path):
+            notes = (f"{path} is read from the local cache of the Hugging Face Hub: {read.path}",)
+        layers = checkpoint.find_moe_layers(
+            read,
+            ranks.tp,
+            ranks.ep,
+            settings.ragged_shards,
+            quantization.lower(),
+            vllm_version(device),
+            ranks.dp,
+            ranks.all2all,
+        )
+    except LeftToStockError as error:
+        note = f"the model is left to stock vLLM, unaffected by this plugin: {error.rule}. {error.remedy}"
+        layers = MoeLayers((), (), {}, "", (note,))
+    return dataclasses.replace(layers, notes=(*notes, *layers.notes))
+
+
+def _notes(server: _Server, layers: MoeLayers, groups: list[LayerGroup], all2all_backend: str) -> Iterator[str]:
+    """What else is to be known, a paragraph each; `all2all_backend` is the word of the command line, "" without one."""
+    yield from layers.notes
+    if server.moe_backend != AUTO and layers.unquantized:
+        rule = "is for quantized experts; vLLM chooses the kernel of unquantized ones"
+        yield f"--moe-backend {server.moe_backend} {rule}"
+    yield from _activation_notes(layers, server.settings)
+    yield from _parallelism_notes(server.ranks, all2all_backend, groups, server.device)
+    served = [server.serve(each) for each in (*layers.problems, *layers.mtp_problems)]
+    yield from _placement_notes(served, server.round_robin)
+    yield from _server_notes(server.settings, layers.method, groups, server.device)
 
 
 def _check_options(path: str, ranks: Ranks, eplb: bool, strategy: str) -> bool:
@@ -336,24 +374,8 @@ def _check_overrides_match(settings: Settings, layers: MoeLayers) -> None:
 
 def _server_notes(settings: Settings, method: str, groups: list[LayerGroup], device: Device) -> Iterator[str]:
     """Why a server would not do what this answer says, where that is known."""
-    for group in groups:
-        if group.decision is not None and group.decision.degraded:
-            yield f"{group.layers}: {group.decision.explanation}"
-        if group.decision is None and group.problem.lora and not names_backends(settings):
-            rule = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM, with a warning"
-            remedy = "with --lora-target-modules that name no experts, these layers are served without LoRA"
-            yield f"{group.layers}: {rule}; stock vLLM refuses what it cannot read; {remedy}"
-    gib = (
-        sum(
-            expert_bytes(each.problem) * each.problem.local_experts * len(each.names)
-            for each in groups
-            if not each.is_mtp
-        )
-        / 2**30
-    )
-    if device.kind == "cuda" and gib > device.memory_gib > 0:
-        rule = f"the experts alone take {gib:.0f} GiB of each rank, and {device.name} has {device.memory_gib:.0f} GiB"
-        yield f"{rule}: a server needs more ranks (--tp, --ep, or pipeline parallelism)"
+    yield from _group_notes(settings, groups)
+    yield from _memory_notes(groups, device)
     for name, reason in default_registry().load_errors.items():
         yield f"the backend of the entry point {name} could not be loaded: {reason}"
     if unused := profile_error(settings):
@@ -368,6 +390,37 @@ def _server_notes(settings: Settings, method: str, groups: list[LayerGroup], dev
     if not settings.enabled:
         yield f"the plugin is switched off by {settings.source('enabled')}: vLLM would choose by itself"
         return
+    yield from _registration_notes(settings, method, groups, device)
+
+
+def _group_notes(settings: Settings, groups: list[LayerGroup]) -> Iterator[str]:
+    """What a server does with a group of layers that has a degraded decision, or none."""
+    for group in groups:
+        if group.decision is not None and group.decision.degraded:
+            yield f"{group.layers}: {group.decision.explanation}"
+        if group.decision is None and group.problem.lora and not names_backends(settings):
+            rule = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM, with a warning"
+            remedy = "with --lora-target-modules that name no experts, these layers are served without LoRA"
+            yield f"{group.layers}: {rule}; stock vLLM refuses what it cannot read; {remedy}"
+
+
+def _memory_notes(groups: list[LayerGroup], device: Device) -> Iterator[str]:
+    """Whether the experts alone are larger than the device."""
+    gib = (
+        sum(
+            expert_bytes(each.problem) * each.problem.local_experts * len(each.names)
+            for each in groups
+            if not each.is_mtp
+        )
+        / 2**30
+    )
+    if device.kind == "cuda" and gib > device.memory_gib > 0:
+        rule = f"the experts alone take {gib:.0f} GiB of each rank, and {device.name} has {device.memory_gib:.0f} GiB"
+        yield f"{rule}: a server needs more ranks (--tp, --ep, or pipeline parallelism)"
+
+
+def _registration_notes(settings: Settings, method: str, groups: list[LayerGroup], device: Device) -> Iterator[str]:
+    """Why the plugin would not be registered, or not for these layers."""
     try:
         check_platform(device.kind, device.name)
         if (vllm := vllm_version(device)) is not None:

@@ -21,8 +21,8 @@ from ...settings import Settings, cache_dir
 from ...untrusted import describe
 from ...whole_files import write_whole
 from .. import output
-from ..arguments import Assignments, command_settings
-from ..writable import why_unwritable, why_unwritable_folder
+from ..arguments import Assignments, command_settings, file_option
+from ..writable import make_folder, why_unwritable, why_unwritable_folder
 
 
 def command(
@@ -37,9 +37,7 @@ def command(
     to: Annotated[
         Path, typer.Option("--output", "-o", help="The page; an existing file is replaced.", metavar="FILE")
     ] = Path("moe-oracle-report.html"),
-    svg: Annotated[
-        Path | None, typer.Option("--svg", help="Also write each plot as a file into this folder.", metavar="DIR")
-    ] = None,
+    svg: Annotated[Path | None, file_option("Also write each plot as a file into this folder.", metavar="DIR")] = None,
     assignments: Assignments = None,
 ) -> None:
     """Make one page of what was measured and decided: times, speed-up over stock vLLM, choices and their reasons.
@@ -72,7 +70,7 @@ def command(
     page, plots = html_report.render(content, "vllm-moe-oracle " + shlex.join(sys.argv[1:]))
     _write_file(to, page)
     if svg is not None:
-        _make_dir(svg)
+        make_folder(svg)
         for name, text in plots.items():
             _write_file(svg / name, text)
     for machine in html_report.machines(content.panels):
@@ -114,13 +112,6 @@ def _check_paths(page: Path, svg: Path | None) -> None:
         raise MeasurementError(f"{page} cannot be written: {reason}", remedy, "--output")
     if svg is not None and (reason := why_unwritable_folder(svg)):
         raise MeasurementError(f"{svg} cannot be made or written in: {reason}", "Name another folder", "--svg")
-
-
-def _make_dir(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MeasurementError(f"the folder cannot be made: {error.strerror}", where=str(folder)) from error
 
 
 def _write_file(path: Path, text: str) -> None:

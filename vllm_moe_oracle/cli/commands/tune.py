@@ -20,7 +20,7 @@ from ...measurements.kernel_shape import KernelShape, RoutingKind, Sample, kerne
 from ...measurements.store import Store
 from ...oracle.selection import decide
 from ...settings import Settings, cache_dir, set_batch_invariant
-from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, completion, layer_arguments, output
+from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, layer_arguments, output
 from ..arguments import (
     AsJson,
     Assignments,
@@ -34,8 +34,11 @@ from ..arguments import (
     Replays,
     TensorParallel,
     command_settings,
-    read_count,
-    read_seconds,
+    count_option,
+    counts_option,
+    file_option,
+    names_option,
+    seconds_option,
 )
 from ..writable import why_unwritable
 
@@ -43,7 +46,24 @@ if TYPE_CHECKING:
     from ...measuring.tuning import TuneOptions, TuneOutcome
 
 
-# More than 80 lines: one parameter for each option, and the help text. The steps are functions below.
+_Tokens = Annotated[
+    str,
+    counts_option(
+        "Numbers of tokens, at least ten, with 1, 2, 4, 8 and 16. Default: powers of two from 1 to 8192.",
+    ),
+]
+_Routing = Annotated[str, names_option("uniform, skewed, or both.", lambda: get_args(RoutingKind), "KIND,...")]
+_Tiles = Annotated[
+    int, count_option("Tile configurations to time beside the choice of this project's kernels; each is compiled.")
+]
+_Export = Annotated[Path | None, file_option("Write all measurements of these layers to a profile.")]
+_Profiles = Annotated[list[Path] | None, file_option("A profile whose measurements are not repeated; never written.")]
+_Imported = Annotated[
+    list[Path] | None,
+    file_option("Take the measurements of bench --jsonl, into --export or the cache.", "--import"),
+]
+
+
 def command(
     context: typer.Context,
     models: ModelNames = None,
@@ -55,49 +75,17 @@ def command(
     ep: ExpertParallel = False,
     quantization: Quantization = "",
     batch_invariant: BatchInvariant = None,
-    tokens: Annotated[
-        str,
-        typer.Option(
-            help="Numbers of tokens, at least ten, with 1, 2, 4, 8 and 16. Default: powers of two from 1 to 8192.",
-            metavar="N,...",
-        ),
-    ] = "",
-    routing: Annotated[
-        str,
-        typer.Option(
-            help="uniform, skewed, or both.",
-            metavar="KIND,...",
-            autocompletion=completion.several(lambda: get_args(RoutingKind)),
-        ),
-    ] = "uniform,skewed",
+    tokens: _Tokens = "",
+    routing: _Routing = "uniform,skewed",
     replays: Replays = 20,
-    budget: Annotated[
-        float | None, typer.Option(help="Seconds for everything.", metavar="SECONDS", parser=read_seconds)
-    ] = None,
+    budget: Annotated[float | None, seconds_option("Seconds for everything.")] = None,
     jobs: CompileJobs = 0,
-    tiles: Annotated[
-        int,
-        typer.Option(
-            help="Tile configurations to time beside the choice of this project's kernels; each is compiled.",
-            metavar="N",
-            parser=read_count,
-        ),
-    ] = 2,
+    tiles: _Tiles = 2,
     gpus: Gpus = "",
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again what is already stored.")] = False,
-    export: Annotated[
-        Path | None, typer.Option(help="Write all measurements of these layers to a profile.", metavar="FILE")
-    ] = None,
-    profile: Annotated[
-        list[Path] | None,
-        typer.Option(help="A profile whose measurements are not repeated; never written.", metavar="FILE"),
-    ] = None,
-    imported: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--import", help="Take the measurements of bench --jsonl, into --export or the cache.", metavar="FILE"
-        ),
-    ] = None,
+    export: _Export = None,
+    profile: _Profiles = None,
+    imported: _Imported = None,
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
@@ -136,17 +124,13 @@ def command(
     options = _tune_options(tokens, routing, replays, budget, jobs, remeasure)
     tuning.check_token_counts(options.token_counts)
     if export is not None:
-        profiles.check_writable(export, detect.detect().name, {kernel_shape_of(each) for each in problems})
-        if reason := why_unwritable(export):
-            raise MeasurementError(
-                f"{export} cannot be written: {reason}", "Name a file that you can write", "--export"
-            )
+        _check_export(export, problems)
     known = [profiles.read(each) for each in profile or []]
     device = layer_arguments.require_gpu()
     options = dataclasses.replace(options, tiles=tiles, gpus=layer_arguments.parse_gpus(gpus))
     _note_unused_profiles(profile or [], known, device)
     store = _open_store(chosen)
-    with layer_arguments.progress_bar(quiet=as_json and not sys.stderr.isatty()) as report:
+    with layer_arguments.progress_bar(as_json) as report:
         outcomes = tuning.tune(problems, device, chosen, store, options, known, report)
     if export is not None:
         _export(export, outcomes, device, options)
@@ -171,6 +155,17 @@ def _check_import_options(context: typer.Context) -> None:
 def _is_given(context: typer.Context, name: str | None) -> bool:
     source = context.get_parameter_source(name or "")
     return source is not None and source.name == "COMMANDLINE"
+
+
+def _check_export(path: Path, problems: list[Problem]) -> None:
+    """Whether a profile of these layers can be written there, before minutes of measuring.
+
+    Raises:
+        MeasurementError: it cannot.
+    """
+    profiles.check_writable(path, detect.detect().name, {kernel_shape_of(each) for each in problems})
+    if reason := why_unwritable(path):
+        raise MeasurementError(f"{path} cannot be written: {reason}", "Name a file that you can write", "--export")
 
 
 def _note_unused_profiles(paths: list[Path], known: list[profiles.Profile], device: Device) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +20,7 @@ from ...devices import detect
 from ...errors import SettingError
 from ...oracle.selection import check_backend_names
 from .. import layer_arguments, output
-from ..arguments import AsJson, Assignments, command_settings
+from ..arguments import AsJson, Assignments, command_settings, file_option, name_option
 from ..usage_hints import require_a_path
 
 if TYPE_CHECKING:
@@ -40,26 +39,16 @@ _KINDS = ("auto", "cpu", "cuda")
 def command(
     path: Annotated[str, typer.Argument(help="A checkpoint's folder, with its tensors.", metavar="CHECKPOINT")],
     device: Annotated[
-        str,
-        typer.Option(
-            help="auto, cpu or cuda: an error if this machine is another kind.",
-            metavar="KIND",
-            autocompletion=lambda: list(_KINDS),
-        ),
+        str, name_option("auto, cpu or cuda: an error if this machine is another kind.", lambda: _KINDS, "KIND")
     ] = "auto",
     report: Annotated[
         Path | None,
-        typer.Option(
-            help="A running server's report (the setting report): also say which layers run through the oracle.",
-            metavar="FILE",
-        ),
+        file_option("A running server's report (the setting report): also say which layers run through the oracle."),
     ] = None,
     report_only: Annotated[
         bool, typer.Option("--report-only", help="Only compare the report; read no weights.")
     ] = False,
-    resume: Annotated[
-        Path | None, typer.Option(help="Keep results in this file, and skip layers that it has.", metavar="FILE")
-    ] = None,
+    resume: Annotated[Path | None, file_option("Keep results in this file, and skip layers that it has.")] = None,
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
@@ -107,7 +96,7 @@ def command(
         if resume is not None:
             kept = verifying.ResumeFile(resume, made)
             stack.callback(kept.close)
-        progress = stack.enter_context(layer_arguments.progress_bar(quiet=as_json and not sys.stderr.isatty()))
+        progress = stack.enter_context(layer_arguments.progress_bar(as_json))
         try:
             for result in made.run(kept, progress):
                 results.append(result)  # one by one: they are shown after an interruption, too
