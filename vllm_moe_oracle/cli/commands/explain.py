@@ -44,7 +44,7 @@ from ..arguments import (
     command_settings,
 )
 from ..explanation import vllm_version
-from ..layer_groups import STOCK_ITSELF, LayerGroup, group_layers, names_backends
+from ..layer_groups import STOCK_ITSELF, LayerGroup, group_layers
 from ..usage_hints import require_a_path
 
 
@@ -339,7 +339,7 @@ def _server_notes(settings: Settings, method: str, groups: list[LayerGroup], dev
     for group in groups:
         if group.decision is not None and group.decision.degraded:
             yield f"{group.layers}: {group.decision.explanation}"
-        if group.decision is None and group.problem.lora and not names_backends(settings):
+        if group.left_to_stock and group.problem.lora:
             rule = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM, with a warning"
             remedy = "--lora-target-modules without experts in it lets these layers be served without LoRA"
             yield f"{group.layers}: {rule}; stock's class refuses what it cannot read; {remedy}"
