@@ -385,7 +385,10 @@ def test_a_layer_that_stock_takes_otherwise_is_left_to_it(
 @pytest.mark.parametrize(
     ("options", "ways"),
     [
-        (("--dp", 3, "--ep"), "expert parallelism over 2 ranks, or tensor parallelism (without --enable-expert-parallel)"),
+        (
+            ("--dp", 3, "--ep"),
+            "expert parallelism over 2 ranks, or tensor parallelism without --enable-expert-parallel",
+        ),
         (("--tp", 2, "--dp", 3, "--ep"), "expert parallelism over 4 ranks, or tensor parallelism"),
         (("--dp", 3, "--ep", "--lora"), "expert parallelism over 2 ranks, or tensor parallelism"),
         (("--dp", 3, "--ep", "--all2all-backend", "nixl_ep"), ""),

@@ -108,16 +108,16 @@ def test_a_loader_that_cuts_between_blocks_has_more_ways_out() -> None:
 @pytest.mark.parametrize(
     ("experts", "ranks", "inner", "ways"),
     [
-        (7, 2, 96, "tensor parallelism (without --enable-expert-parallel)"),
-        (9, 4, 128, "expert parallelism over 3 ranks, or tensor parallelism (without --enable-expert-parallel)"),
+        (7, 2, 96, "tensor parallelism without --enable-expert-parallel"),
+        (9, 4, 128, "expert parallelism over 3 ranks, or tensor parallelism without --enable-expert-parallel"),
         (9, 4, 32, "expert parallelism over 3 ranks"),
         (7, 2, 32, "one rank"),
     ],
 )
 def test_experts_that_a_loader_loses_have_ways_out_that_work(experts: int, ranks: int, inner: int, ways: str) -> None:
     layer = problem(
-        scheme=MXFP4, num_experts=experts, local_experts=-(-experts // ranks), intermediate_size=inner, ep=ranks,
-        activation=GPT_OSS, even_expert_split=True,
+        scheme=MXFP4, num_experts=experts, top_k=4, local_experts=-(-experts // ranks), intermediate_size=inner,
+        ep=ranks, activation=GPT_OSS, even_expert_split=True,
     )  # fmt: skip
     (reason,) = loader_reasons(layer)
     assert f"gives each of {ranks} ranks {experts // ranks} of {experts} experts" in reason.detail

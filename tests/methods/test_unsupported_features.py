@@ -56,7 +56,9 @@ class Ours(OracleMoEMethod, Stock):  # type: ignore[misc]
 
     def __init__(self, quant_config: Any, moe_config: Any) -> None:
         if not self.offered:
-            raise NoBackendError("no backend can run mxfp8 experts here\n  the table\n", "Buy one", self.layer, self.candidates)
+            raise NoBackendError(
+                "no backend can run mxfp8 experts here\n  the table\n", "Buy one", self.layer, self.candidates
+            )
 
 
 def config(lora: bool = False, batched: bool = False, moe_backend: str = "auto") -> Any:

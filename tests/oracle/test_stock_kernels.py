@@ -96,7 +96,7 @@ def test_stock_is_named_for_what_its_class_does_not_ask_alone() -> None:
 def test_what_vllms_loader_cannot_fill_is_not_left_to_stock(device: Device) -> None:
     """gpt-oss's loader gives each of two ranks three of seven experts."""
     layer = problem(
-        scheme=Scheme("mxfp4", 4, 32, "gpt_oss"), num_experts=7, local_experts=4, parallel=Parallel(ep=2),
+        scheme=Scheme("mxfp4", 4, 32, "gpt_oss"), num_experts=7, local_experts=4, top_k=4, parallel=Parallel(ep=2),
         activation=Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0, interleaved=True), has_bias=True,
         even_expert_split=True,
     )  # fmt: skip

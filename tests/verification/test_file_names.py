@@ -1,4 +1,4 @@
-"""Names of experts and routers in checkpoints' files: models whose loaders in vLLM renumber, rename or transpose them."""
+"""Names of experts and routers in files: vLLM's loaders of some models renumber, rename or transpose them."""
 
 from __future__ import annotations
 

@@ -253,8 +253,7 @@ def _shape_reasons(capabilities: Capabilities, problem: Problem, plan: PlanFunct
         return spread and is_shardable(other) and not _alignment_reasons(capabilities, other, plan(other))
 
     reasons = padding_reasons(problem, works)
-    reasons += scale_group_reasons(problem, works) + packing_reasons(problem, works)
-    reasons += loader_reasons(problem, works)
+    reasons += scale_group_reasons(problem, works) + packing_reasons(problem, works) + loader_reasons(problem)
     told = {reason.code: reason for reason in reasons}
     for reason in _alignment_reasons(capabilities, problem, plan(problem)):
         name = reason.code.removeprefix("alignment.")

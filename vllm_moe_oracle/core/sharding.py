@@ -277,15 +277,11 @@ def shard_size(problem: Problem, rank: int) -> int:
     return min(problem.intermediate_size, problem.unsharded_intermediate_size - rank * problem.intermediate_size)
 
 
-def loader_reasons(problem: Problem, works: IsViable = is_shardable) -> list[Reason]:
+def loader_reasons(problem: Problem) -> list[Reason]:
     """Why a model's own loader gives ranks other experts than vLLM expects; empty if it does not.
 
     gpt-oss's loader splits the experts evenly, in every packing; vLLM's expert map gives the first ranks one more.
     Loading fails then, or, with a single expert to a rank, fills the places of two with it.
-
-    Args:
-        problem: the layer on this rank.
-        works: see `suggest_parallelism`.
     """
     experts, ranks = problem.num_experts, problem.parallel.ep
     equal = problem.even_expert_split or problem.scheme.packing == "gpt_oss"
@@ -294,8 +290,8 @@ def loader_reasons(problem: Problem, works: IsViable = is_shardable) -> list[Rea
     even = [size for size in range(2, ranks) if experts % size == 0]
     ways = [f"expert parallelism over {even[-1]} ranks"] if even else []
     whole = dataclasses.replace(problem, local_experts=experts)
-    if any(map(works, _resharded(whole, dataclasses.replace(problem.parallel, tp=ranks, ep=1)))):
-        ways.append("tensor parallelism (without --enable-expert-parallel)")
+    if any(map(is_shardable, _resharded(whole, dataclasses.replace(problem.parallel, tp=ranks, ep=1)))):
+        ways.append("tensor parallelism without --enable-expert-parallel")
     return [
         Reason(
             "expert_parallel.loader",
