@@ -103,6 +103,13 @@ def test_options_without_effect_and_refusals_of_vllm_are_notes(
     assert any(note in each for each in noted.json["notes"]) and note in noted.err
 
 
+def test_data_parallel_ranks_of_a_cpu_are_noted_as_what_vllm_cannot_serve(run: Run, write: Callable[..., Path]) -> None:
+    note = "vLLM exchanges no tokens between data-parallel ranks on a CPU: a server would not start"
+    for options, noted in ((("--dp", 2), True), (("--dp", 2, "--ep"), True), (("--tp", 2, "--ep"), False)):
+        found = run("explain", write(), "--device", "cpu", *options, "--json")
+        assert (note in found.json["notes"]) == noted, options
+
+
 def test_a_machine_without_a_gpu_is_noted_unless_it_was_named(run: Run, write: Callable[..., Path]) -> None:
     words = "this machine has no GPU"
     noted = any(words in each for each in run("explain", write(), "--json").json["notes"])

@@ -295,7 +295,7 @@ def _parallelism_notes(ranks: Ranks, all2all_backend: str, groups: list[LayerGro
     """
     if ranks.ep and not ranks.spreads_experts:
         yield "--ep changes nothing here: there is one rank (--tp and --dp are 1)"
-    if refusal := why_vllm_refuses(ranks.all2all, device.kind, ranks.exchanges_tokens):
+    if refusal := why_vllm_refuses(ranks.all2all, device.kind, ranks.exchanges_tokens, ranks.dp):
         yield f"{refusal}: a server would not start"
         return
     if all2all_backend and not ranks.exchanges_tokens:
