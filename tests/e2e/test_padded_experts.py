@@ -1,6 +1,8 @@
 """vLLM's own MoE block of Kimi on two ranks of a real vLLM, which pads its experts with zeros under tensor parallelism.
 
-Kimi's attention needs CUDA, so the block stands in GLM-4.5's layers, which route and store their experts alike.
+The block stands in GLM-4.5's layers, which route and store their experts alike. vLLM 0.32 starts none of Kimi's own
+models on a CPU: their constructor imports CUTLASS for a fused all-reduce; without it (VLLM_KIMI_K3_GEMM_AR=0) the
+attention backend CPU_MLA refuses the block size of the cache, and the attention itself calls CUDA operators.
 """
 
 from __future__ import annotations
