@@ -103,6 +103,13 @@ def test_options_without_effect_and_refusals_of_vllm_are_notes(
     assert any(note in each for each in noted.json["notes"]) and note in noted.err
 
 
+def test_data_parallel_ranks_of_a_cpu_are_noted_as_what_vllm_cannot_serve(run: Run, write: Callable[..., Path]) -> None:
+    note = "vLLM exchanges no tokens between data-parallel ranks on a CPU: a server would not start"
+    for options, noted in ((("--dp", 2), True), (("--dp", 2, "--ep"), True), (("--tp", 2, "--ep"), False)):
+        found = run("explain", write(), "--device", "cpu", *options, "--json")
+        assert (note in found.json["notes"]) == noted, options
+
+
 def test_a_machine_without_a_gpu_is_noted_unless_it_was_named(run: Run, write: Callable[..., Path]) -> None:
     words = "this machine has no GPU"
     noted = any(words in each for each in run("explain", write(), "--json").json["notes"])
@@ -367,7 +374,6 @@ def gpt_oss(write: Callable[..., Path]) -> Path:
         (kimi, ("--tp", 16, "--dp", 2), "which no backend here loads (TP 8 x DP 2 or expert parallelism"),
         (kimi, ("--tp", 16, "--device", "cpu"), "if stock vLLM can run experts that the model's code pads with zeros"),
         (gpt_oss, ("--tp", 16), "2880 / 16 = 180 is not a multiple of the scale group 32"),
-        (gpt_oss, ("--dp", 3, "--ep"), "gives each of 3 ranks 10 of 32 experts"),
     ],
 )
 def test_a_layer_that_stock_takes_otherwise_is_left_to_it(
@@ -380,6 +386,31 @@ def test_a_layer_that_stock_takes_otherwise_is_left_to_it(
     # A backend that the user names is never replaced.
     named = run("explain", path, *A100, "--brief", *options, "--backend", "emulation")
     assert named.status == 3 and "backend none" in words(named.out)
+
+
+@pytest.mark.parametrize("device", ["nvidia-a100", "nvidia-h200", "nvidia-b200", "cpu"])
+@pytest.mark.parametrize(
+    ("options", "ways"),
+    [
+        (
+            ("--dp", 3, "--ep"),
+            "expert parallelism over 2 ranks, or tensor parallelism without --enable-expert-parallel",
+        ),
+        (("--tp", 2, "--dp", 3, "--ep"), "expert parallelism over 4 ranks, or tensor parallelism"),
+        (("--dp", 3, "--ep", "--lora"), "expert parallelism over 2 ranks, or tensor parallelism"),
+        (("--dp", 3, "--ep", "--all2all-backend", "nixl_ep"), ""),
+    ],
+)
+def test_experts_that_vllms_loader_would_lose_are_not_left_to_stock(
+    options: tuple[Any, ...], ways: str, device: str, run: Run
+) -> None:
+    """What runs the layer changes nothing in what gpt-oss's loader gives to a rank."""
+    found = run("explain", CONFIGS / "gpt-oss-20b.json", "--device", device, "--json", *options)
+    (group,) = found.json["groups"]
+    total = 6 if "--tp" in options else 3
+    assert found.status == 3 and group["left_to_stock"] is None
+    assert f"gives each of {total} ranks {32 // total} of 32 experts, which leaves 2 without a rank" in group["failure"]
+    assert ways in group["failure"] and not any("left to stock" in each for each in found.json["notes"])
 
 
 def test_a_size_that_no_stock_class_pads_has_no_backend(run: Run, write: Callable[..., Path]) -> None:

@@ -15,6 +15,7 @@ from vllm_moe_oracle.core.sharding import (
     describe_loaded_group,
     describe_shard,
     is_shardable,
+    loader_reasons,
     padded_plan,
     round_up,
     scale_group_reasons,
@@ -102,6 +103,25 @@ def test_a_loader_that_cuts_between_blocks_has_more_ways_out() -> None:
     assert suggest_parallelism(layer, is_shardable).startswith("TP 8 or expert parallelism")
     even = problem(scheme=MXFP4, intermediate_size=180, tp=16)
     assert suggest_parallelism(even, is_shardable).startswith("TP 2 or expert parallelism")
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "inner", "ways"),
+    [
+        (7, 2, 96, "tensor parallelism without --enable-expert-parallel"),
+        (9, 4, 128, "expert parallelism over 3 ranks, or tensor parallelism without --enable-expert-parallel"),
+        (9, 4, 32, "expert parallelism over 3 ranks"),
+        (7, 2, 32, "one rank"),
+    ],
+)
+def test_experts_that_a_loader_loses_have_ways_out_that_work(experts: int, ranks: int, inner: int, ways: str) -> None:
+    layer = problem(
+        scheme=MXFP4, num_experts=experts, top_k=4, local_experts=-(-experts // ranks), intermediate_size=inner,
+        ep=ranks, activation=GPT_OSS, even_expert_split=True,
+    )  # fmt: skip
+    (reason,) = loader_reasons(layer)
+    assert f"gives each of {ranks} ranks {experts // ranks} of {experts} experts" in reason.detail
+    assert reason.remedy == ways
 
 
 def test_shares_of_whole_groups_are_noted_with_the_schemes_own_group() -> None:

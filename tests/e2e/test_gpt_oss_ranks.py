@@ -1,5 +1,6 @@
 """A tiny gpt-oss in MXFP4 on two ranks of a real vLLM, cut as gpt-oss's own loader cuts it, equals float32
-transformers: tensor parallelism that gives the second rank fewer blocks of scales, and experts spread over ranks.
+transformers: tensor parallelism that gives the second rank fewer blocks of scales, and experts spread over ranks. A
+number of experts that the loader does not spread ends the start before weights load.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ pytestmark = pytest.mark.full
 SIZE = replace(checkpoints.Size(), top_k=4, intermediate=96)
 TOKENS = 4
 RANKS = 2
+ODD = 7
+"""Experts of which the loader gives each rank three."""
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +36,24 @@ def outcome(folder: Path) -> dict[str, Any]:
         "rows": job(model, tokens=TOKENS, engine=engine),
         "experts": job(model, tokens=TOKENS, engine=engine | {"enable_expert_parallel": True}),
     }
+    odd = checkpoints.write_checkpoint(folder / "odd", arch="gpt_oss", format="mxfp4", size=replace(SIZE, experts=ODD))
+    jobs |= {
+        "odd rows": job(odd, tokens=TOKENS, engine=engine),
+        "odd experts": job(odd, tokens=TOKENS, engine=engine | {"enable_expert_parallel": True}),
+    }
     report = folder / "report.jsonl"
+    log: list[str] = []
     # One core for each rank: vLLM binds them to NUMA nodes of their own otherwise.
     said = vllm_runner.run(
-        "run_generate.py", jobs, folder, MOE_ORACLE_REPORT=str(report), VLLM_CPU_OMP_THREADS_BIND="0|1"
+        "run_generate.py", jobs, folder, log, MOE_ORACLE_REPORT=str(report), VLLM_CPU_OMP_THREADS_BIND="0|1"
     )
     records = [json.loads(line) for line in report.read_text().splitlines()]
     return {
         "said": said,
         "records": {"rows": records[:RANKS], "experts": records[RANKS : 2 * RANKS]},
         "expected": reference.greedy(reference.load_transformers(model), PROMPT, TOKENS),
+        "odd": reference.greedy(reference.load_transformers(odd), PROMPT, TOKENS),
+        "log": log,
     }
 
 
@@ -67,3 +78,16 @@ def test_each_rank_knows_its_share(outcome: dict[str, Any], name: str, sizes: li
         whole = layer.get("ragged_intermediate_size") or layer["intermediate_size"]
         found.append((layer["num_experts"], layer["local_experts"], layer["intermediate_size"], whole))
     assert found == sizes
+
+
+def test_experts_that_the_loader_would_lose_end_the_start_on_every_rank(outcome: dict[str, Any]) -> None:
+    """Without the plugin the loader itself fails, and says nothing of experts."""
+    assert "error" in outcome["said"]["odd experts"]
+    words = "gives each of 2 ranks 3 of 7 experts, which leaves 1 without a rank"
+    raised = [line for line in outcome["log"] if "NoBackendError: " in line and words in line]
+    assert {rank for rank in range(RANKS) for line in raised if f"TP{rank}" in line} == set(range(RANKS))
+    assert any("tensor parallelism without --enable-expert-parallel" in line for line in outcome["log"])
+
+
+def test_the_way_out_serves_them(outcome: dict[str, Any]) -> None:
+    assert_says(outcome["said"]["odd rows"], outcome["odd"], tolerance("float32"))

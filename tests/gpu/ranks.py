@@ -85,8 +85,10 @@ FEATURES: dict[str, dict[str, Any]] = {
 """What people switch on, compiled with CUDA graphs as by default, by this project's kernels."""
 FEATURED = ("mxfp8 modelopt", "mxfp4 gpt-oss", "mxfp4 compressed-tensors", "gptq g32")
 CPU_LACKS = ("dp2", "sleep", "eplb", "lora", "expert lora", "batch invariance", "pipeline")
-"""Cases that start with these words fail in stock vLLM 0.32 on a CPU, or are refused there: its ranks exchange no
-tokens, a request without an adapter gets its neighbor's, later stages of a pipeline have no place for their input."""
+"""Cases that start with these words fail in stock vLLM 0.32 on a CPU, or are refused there. Its `CpuCommunicator` has
+neither `all_gatherv` nor `reduce_scatterv`, with which data-parallel ranks exchange tokens (NotImplementedError in the
+first call; `tests/e2e/test_data_parallel.py` serves two such ranks with both), a request without an adapter gets its
+neighbor's, later stages of a pipeline have no place for their input."""
 GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]}}
 
 INTEGERS = {

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.lib.cases import CPU, H200, problem
+from vllm_moe_oracle.core.decision import Candidate, Reason, Rejected
 from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide
@@ -46,6 +47,7 @@ class Ours(OracleMoEMethod, Stock):  # type: ignore[misc]
     offered = False
     layer = "experts.0"
     limitation = ""
+    candidates: tuple[Candidate, ...] = ()
 
     @classmethod
     def unsupported_by_stock(cls, *args: Any, **kwargs: Any) -> str:
@@ -54,7 +56,9 @@ class Ours(OracleMoEMethod, Stock):  # type: ignore[misc]
 
     def __init__(self, quant_config: Any, moe_config: Any) -> None:
         if not self.offered:
-            raise NoBackendError("no backend can run mxfp8 experts here\n  the table\n", "Buy one", self.layer)
+            raise NoBackendError(
+                "no backend can run mxfp8 experts here\n  the table\n", "Buy one", self.layer, self.candidates
+            )
 
 
 def config(lora: bool = False, batched: bool = False, moe_backend: str = "auto") -> Any:
@@ -175,6 +179,17 @@ def test_a_checkpoint_that_stock_vllm_does_not_read_is_an_error(monkeypatch: pyt
     monkeypatch.setattr(Ours, "limitation", "does not know act order")
     with pytest.raises(NoBackendError, match="stock vLLM's Stock does not know act order"):
         Ours(quant_config="config", moe_config=config())
+
+
+@pytest.mark.parametrize("asked", [{}, {"lora": True}, {"batched": True}])
+def test_a_layer_that_vllms_loader_cannot_fill_is_an_error_before_it_loads(
+    asked: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = Rejected((Reason("expert_parallel.loader", "gives each of 2 ranks 3 of 7 experts", "tensor parallelism"),))
+    monkeypatch.setattr(Ours, "candidates", (Candidate("marlin_mxfp8", lost, 1.0),))
+    with pytest.raises(NoBackendError, match="stock vLLM's Stock gets its weights from the same loader") as caught:
+        Ours(quant_config="config", moe_config=config(**asked))
+    assert caught.value.candidates == Ours.candidates and caught.value.remedy == "Buy one"
 
 
 @pytest.mark.parametrize("asked", [{}, {"lora": True}, {"batched": True}])

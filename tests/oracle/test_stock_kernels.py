@@ -9,11 +9,11 @@ import pytest
 
 from tests.lib.cases import CPU, H200, INT4_G128, MXFP8_W8A8, SILU, problem
 from tests.lib.golden_decisions import GPUS, device_of
-from vllm_moe_oracle.core.problem import Activation, Problem, Routing, Scheme
+from vllm_moe_oracle.core.problem import Activation, Device, Parallel, Problem, Routing, Scheme
 from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.oracle.registry import default_registry
-from vllm_moe_oracle.oracle.selection import automatic_choices, decide
-from vllm_moe_oracle.oracle.stock_kernels import stock_candidate
+from vllm_moe_oracle.oracle.selection import automatic_choices, decide, evaluate_candidates
+from vllm_moe_oracle.oracle.stock_kernels import is_loadable, stock_candidate
 from vllm_moe_oracle.releases.supported import NEWEST, RELEASES
 from vllm_moe_oracle.settings import Settings
 
@@ -90,6 +90,20 @@ def test_stock_is_named_for_what_its_class_does_not_ask_alone() -> None:
         assert stock_candidate(caught.value.candidates, change, CPU, default_registry()) is None
     assert decide(layer, CPU, Settings()).backend == "emulation"
     assert decide(layer, H200, Settings(backend="emulation")).backend == "emulation"
+
+
+@pytest.mark.parametrize("device", [*map(device_of, GPUS), CPU], ids=lambda device: device.name)
+def test_what_vllms_loader_cannot_fill_is_not_left_to_stock(device: Device) -> None:
+    """gpt-oss's loader gives each of two ranks three of seven experts."""
+    layer = problem(
+        scheme=Scheme("mxfp4", 4, 32, "gpt_oss"), num_experts=7, local_experts=4, top_k=4, parallel=Parallel(ep=2),
+        activation=Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0, interleaved=True), has_bias=True,
+        even_expert_split=True,
+    )  # fmt: skip
+    for each, loadable in ((layer, False), (dataclasses.replace(layer, num_experts=8), True)):
+        candidates = evaluate_candidates(each, device, Settings())
+        assert is_loadable(candidates) == loadable
+        assert loadable or stock_candidate(candidates, each, device, default_registry()) is None
 
 
 def test_stock_pads_the_shards_of_mxfp4_alone() -> None:

@@ -162,6 +162,10 @@ def test_what_vllm_refuses_is_in_the_releases_code(release: str) -> None:
     refused = {name for name in all2all_names(release) if why_vllm_refuses(name, "cuda", True)}
     assert named == {name for name in refused if not why_vllm_refuses(name, "rocm", True)} and named
     assert not {name for name in named if why_vllm_refuses(name, "cuda", False)}
+    cpu = (root(release) / "distributed/device_communicators/cpu_communicator.py").read_text(encoding="utf-8")
+    lacks = not any(f"def {name}(" in cpu for name in ("all_gatherv", "reduce_scatterv"))
+    assert [bool(why_vllm_refuses(DEFAULT_ALL2ALL, "cpu", False, dp)) for dp in (1, 2)] == [False, lacks]
+    assert not why_vllm_refuses(DEFAULT_ALL2ALL, "cuda", True, 2)
     config = (root(release) / "config/vllm.py").read_text(encoding="utf-8")
     only = {name for name in all2all_names(release) if f'all2all_backend == "{name}":' in config}
     assert only == refused - named

@@ -1,4 +1,4 @@
-"""Names of experts in checkpoints' files: models whose loaders in vLLM renumber or rename them."""
+"""Names of experts and routers in files: vLLM's loaders of some models renumber, rename or transpose them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 pytest.importorskip("vllm", reason="reads weights for vLLM's layers")
 
@@ -18,6 +19,7 @@ from tests.lib.checkpoints import Size, rewrite_tensors, write_checkpoint
 from vllm_moe_oracle import checkpoint, settings
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.measuring import verifying
+from vllm_moe_oracle.verification import token_stream
 
 TEXT, IMAGES = 6, 4
 
@@ -110,6 +112,58 @@ def test_vllms_loader_takes_the_same_tensors(ernie: Path, monkeypatch: pytest.Mo
     stream = [(name, torch.tensor(float(place))) for place, name in enumerate(names)]
     ernie45_vl_moe.Ernie4_5_VLMoeForCausalLM.load_weights(model, stream)
     assert len(names) == 3 * (TEXT + IMAGES) and loaded == expected
+
+
+def chosen(folder: Path, routers: dict[str, Tensor]) -> dict[str, bool]:
+    """Whether each layer's tokens have the experts that its router chooses, by the end of the layer's name.
+
+    Args:
+        folder: the checkpoint.
+        routers: by the same, `[hidden, experts]`.
+    """
+    found = {}
+    with verifying.Verification(checkpoint.read_checkpoint(folder), detect.detect(), settings.load({})) as made:
+        for plan in made.plans:
+            assert plan.tensors is not None
+            name = plan.problem.layer.rpartition(".")[2]
+            inputs = token_stream.TokenStream(made.files, plan.problem.hidden_size).inputs(plan.tensors)
+            theirs = (inputs.x.float() @ routers[name].float()).topk(plan.problem.top_k).indices
+            found[name] = torch.equal(inputs.ids.sort().values, theirs.sort().values)
+    return found
+
+
+def test_routers_that_ernie_stores_transposed_route_the_tokens(ernie: Path, tmp_path: Path, run: cli.Run) -> None:
+    """As published: ``gate.weight`` for text and ``gate.weight_1`` for images, `[hidden, experts]` both."""
+    gate, routers = "model.layers.0.mlp.gate", {}
+
+    def publish(tensors: dict[str, Any]) -> None:
+        both = tensors[f"{gate}.weight"].T.contiguous()
+        routers["text_experts"], routers["vision_experts"] = both[:, :TEXT], both[:, TEXT:]
+        tensors |= {f"{gate}.weight": routers["text_experts"], f"{gate}.weight_1": routers["vision_experts"]}
+
+    folder = rewrite_tensors(ernie, tmp_path / "published", publish)
+    assert chosen(folder, routers) == {"text_experts": True, "vision_experts": True}
+    found = run("verify", folder, "--json")
+    assert found.status == 0, found.err
+    assert {each["inputs"] for each in found.json["layers"]} == {
+        "embedding, the layer's norm, the layer's router by softmax"
+    }
+
+
+def test_a_router_of_no_known_shape_is_said_to_be_random(ernie: Path, run: cli.Run) -> None:
+    """That of the fixture is for both kinds of experts together."""
+    found = run("verify", ernie, "--json")
+    assert {each["inputs"] for each in found.json["layers"]} == {
+        "embedding, the layer's norm, random routing by softmax"
+    }
+
+
+def test_a_square_router_is_read_as_other_models_store_it(tmp_path: Path) -> None:
+    size = Size(layers=1, experts=128, top_k=2, hidden=128, intermediate=32)
+    folder = write_checkpoint(tmp_path / "square", size=size)
+    router = load_file(folder / "model.safetensors")["model.layers.0.mlp.gate.weight"]
+    assert chosen(folder, {"experts": router.T}) == {"experts": True}
+    assert chosen(folder, {"experts": router}) == {"experts": False}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ..measurements import lookup
 from ..measurements.stock_gain import StockGain, stock_gain, time_errors
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
-from ..oracle.stock_kernels import stock_candidate
+from ..oracle.stock_kernels import is_loadable, stock_candidate
 from ..settings import AUTO, Settings
 
 
@@ -100,7 +100,7 @@ def group_layers(
             features = features_for_stock(
                 problem.lora, problem.parallel.is_batched, problem.unpadded_intermediate_size > 0
             )
-            if not names_backends(settings) and not refused_exchange:
+            if not names_backends(settings) and not refused_exchange and is_loadable(judged):
                 if moe_backend == AUTO:
                     stock = stock_candidate(judged, problem, device, default_registry())
                 left_to = STOCK_ITSELF if features else ""

@@ -281,18 +281,23 @@ def loader_reasons(problem: Problem) -> list[Reason]:
     """Why a model's own loader gives ranks other experts than vLLM expects; empty if it does not.
 
     gpt-oss's loader splits the experts evenly, in every packing; vLLM's expert map gives the first ranks one more.
+    Loading fails then, or, with a single expert to a rank, fills the places of two with it.
     """
     experts, ranks = problem.num_experts, problem.parallel.ep
     equal = problem.even_expert_split or problem.scheme.packing == "gpt_oss"
     if not equal or experts % ranks == 0:
         return []
     even = [size for size in range(2, ranks) if experts % size == 0]
+    ways = [f"expert parallelism over {even[-1]} ranks"] if even else []
+    whole = dataclasses.replace(problem, local_experts=experts)
+    if any(map(is_shardable, _resharded(whole, dataclasses.replace(problem.parallel, tp=ranks, ep=1)))):
+        ways.append("tensor parallelism without --enable-expert-parallel")
     return [
         Reason(
             "expert_parallel.loader",
             f"vLLM's loader of gpt-oss gives each of {ranks} ranks {experts // ranks} of {experts} experts, "
             f"which leaves {experts % ranks} without a rank",
-            f"expert parallelism over {even[-1]} ranks, or tensor parallelism" if even else "tensor parallelism",
+            ", or ".join(ways) or "one rank",
         )
     ]
 

@@ -28,6 +28,7 @@ from ..devices import detect
 from ..errors import CheckpointError, LifecycleError, NoBackendError, OracleError, is_out_of_memory, sanitize
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
+from ..oracle.stock_kernels import is_loadable
 from ..verification.installed import InstalledLayer, WeightParts
 from . import (
     backend_check,
@@ -161,13 +162,14 @@ class OracleMoEMethod(FusedMoEMethodBase):
             kwargs: likewise.
 
         Raises:
-            NoBackendError: the stock class cannot run the layer either, or by its own emulation only.
+            NoBackendError: the stock class cannot run the layer either, or by its own emulation only, or vLLM's loader
+                of the model cannot fill it.
         """
         stock = next(base for base in cls.__mro__ if not issubclass(base, OracleMoEMethod))
         name = error.where or current_layer()[1]
-        limitation = ""
+        limitation = "" if is_loadable(error.candidates) else "gets its weights from the same loader"
         try:
-            limitation = cls.unsupported_by_stock(*args, **kwargs)
+            limitation = limitation or cls.unsupported_by_stock(*args, **kwargs)
             method = None if limitation else cls.build_stock_method(stock, *args, **kwargs)
         except Exception as refusal:  # stock's own choice of a kernel is its constructor; it raises many types
             method, limitation = None, f"raises {type(refusal).__name__}: {sanitize(str(refusal))}"

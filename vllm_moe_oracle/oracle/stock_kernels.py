@@ -17,7 +17,6 @@ NOT_ASKED_BY_STOCK = frozenset(
         "activation.parameters",
         "activation.parameters.vllm_version",
         "activation_quantization",
-        "expert_parallel.loader",
         "expert_parallel.placement",
         "expert_parallel.uneven",
         "intermediate.padded",
@@ -29,6 +28,19 @@ numbers there: the class ignores what the reason names. Padded experts do not.""
 PADDED_BY_STOCK = frozenset({"group.intermediate", "alignment.intermediate"})
 """The same for MXFP4: stock's methods round its intermediate size up for whichever class they take. They refuse such
 sizes in MXFP8 and in integers."""
+
+NOT_LOADED_BY_VLLM = frozenset({"expert_parallel.loader"})
+"""Codes of reasons that hold for stock vLLM, too: its code of the model cannot fill the layer's weights, whatever runs
+them."""
+
+
+def is_loadable(candidates: Iterable[Candidate]) -> bool:
+    """Whether vLLM's code of the model loads a layer, as far as its candidates know.
+
+    Args:
+        candidates: of the layer.
+    """
+    return not any(reason.code in NOT_LOADED_BY_VLLM for each in candidates for reason in each.reasons)
 
 
 def stock_candidate(

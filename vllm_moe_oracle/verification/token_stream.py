@@ -125,10 +125,7 @@ class TokenStream:
         """Weights, ids, and by what tokens were routed."""
         problem = layer.problem
         block = layer.module.rpartition(".")[0]
-        shape = (problem.num_experts, problem.hidden_size)
-        names = (f"{block}.{each}.weight" for each in _ROUTERS)
-        name = next((each for each in names if each in self._files and self._files.meta(each).shape == shape), "")
-        router = self._vector(name, "router")
+        name, router = self._router(block, layer)
         if router is None:
             logits = torch.randn(len(x), problem.num_experts, generator=self._generator)
             words = "random routing"
@@ -148,6 +145,22 @@ class TokenStream:
             correction = torch.zeros(problem.num_experts) if correction is None else correction
         weights, ids = routing.route(how, problem.top_k, logits, correction)
         return weights, ids, words
+
+    def _router(self, block: str, layer: StoredExperts) -> tuple[str, Tensor | None]:
+        """The router's name, and its weights float32 `[experts, hidden]`; None where no tensor has name and shape.
+
+        ERNIE-4.5-VL's files hold routers as `[hidden, experts]`, and that of a layer's second kind of experts as
+        ``weight_1``; vLLM's loader transposes them. As many experts as features leave the order open: `[experts,
+        hidden]`, which all other models have, is taken then.
+        """
+        shape = (layer.problem.num_experts, layer.problem.hidden_size)
+        ending = "weight_1" if layer.first else "weight"
+        for name in (f"{block}.{each}.{ending}" for each in _ROUTERS):
+            found = tuple(self._files.meta(name).shape) if name in self._files else ()
+            if found in (shape, shape[::-1]):
+                router = self._vector(name, "router")
+                return name, router if router is None or found == shape else router.T
+        return "", None
 
     def _vector_of(self, name: str, problem: Problem) -> Tensor | None:
         """A value for each expert; None where the files have none of that name and shape."""

@@ -45,7 +45,7 @@ from ..arguments import (
     name_option,
 )
 from ..explanation import vllm_version
-from ..layer_groups import STOCK_ITSELF, LayerGroup, group_layers, names_backends
+from ..layer_groups import STOCK_ITSELF, LayerGroup, group_layers
 from ..usage_hints import require_a_path
 
 _Checkpoint = Annotated[
@@ -57,8 +57,8 @@ _Checkpoint = Annotated[
 _DeviceName = Annotated[
     str,
     name_option(
-        f"auto (this machine), {', '.join(known_device_names())}, or a JSON file with at least kind and name, as status "
-        "--json prints it. A name stands for the newest tested vLLM; short forms such as h200 and 4090 are known. cpu "
+        f"auto (this machine), {', '.join(known_device_names())}, or a JSON file with at least kind and name, as "
+        "status --json prints it. A name stands for the newest tested vLLM; short forms such as h200 and 4090 are known. cpu "
         "stands for a machine with AVX2 and enough memory.",
         lambda: ["auto", *known_device_names()],
         "NAME|FILE",
@@ -332,7 +332,7 @@ def _parallelism_notes(ranks: Ranks, all2all_backend: str, groups: list[LayerGro
     """
     if ranks.ep and not ranks.spreads_experts:
         yield "--ep changes nothing here: there is one rank (--tp and --dp are 1)"
-    if refusal := why_vllm_refuses(ranks.all2all, device.kind, ranks.exchanges_tokens):
+    if refusal := why_vllm_refuses(ranks.all2all, device.kind, ranks.exchanges_tokens, ranks.dp):
         yield f"{refusal}: a server would not start"
         return
     if all2all_backend and not ranks.exchanges_tokens:
@@ -374,7 +374,7 @@ def _check_overrides_match(settings: Settings, layers: MoeLayers) -> None:
 
 def _server_notes(settings: Settings, method: str, groups: list[LayerGroup], device: Device) -> Iterator[str]:
     """Why a server would not do what this answer says, where that is known."""
-    yield from _group_notes(settings, groups)
+    yield from _group_notes(groups)
     yield from _memory_notes(groups, device)
     for name, reason in default_registry().load_errors.items():
         yield f"the backend of the entry point {name} could not be loaded: {reason}"
@@ -393,12 +393,12 @@ def _server_notes(settings: Settings, method: str, groups: list[LayerGroup], dev
     yield from _registration_notes(settings, method, groups, device)
 
 
-def _group_notes(settings: Settings, groups: list[LayerGroup]) -> Iterator[str]:
+def _group_notes(groups: list[LayerGroup]) -> Iterator[str]:
     """What a server does with a group of layers that has a degraded decision, or none."""
     for group in groups:
         if group.decision is not None and group.decision.degraded:
             yield f"{group.layers}: {group.decision.explanation}"
-        if group.decision is None and group.problem.lora and not names_backends(settings):
+        if group.left_to_stock and group.problem.lora:
             rule = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM, with a warning"
             remedy = "with --lora-target-modules that name no experts, these layers are served without LoRA"
             yield f"{group.layers}: {rule}; stock vLLM refuses what it cannot read; {remedy}"
