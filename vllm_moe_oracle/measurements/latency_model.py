@@ -4,8 +4,8 @@ The time of a call is a sum over both products, each a smooth maximum of two tim
 
 * reading the codes and scales of the experts that are expected to get a token, at a bandwidth that the backend reaches,
   and a start of each product that is in proportion to the length of its rows;
-* multiplying, in tiles of 8 to 128 rows: under uniform routing an expert's rows are Poisson distributed, an expert
-  computes whole tiles, and the backend takes the height that costs least;
+* multiplying, in tiles of 8 to 128 rows: under uniform routing an expert's rows are binomially distributed, an expert
+  computes whole tiles, a wave of blocks takes its time however few they are, and the backend takes the cheapest height;
 * activations written and read between the products; launches; a cost that grows with the square root of the experts.
 
 Parameters are fitted per backend (``python -m tests.tools.fit_latency``) to measured times of GPUs of one capability.
@@ -28,7 +28,6 @@ from ..devices.catalog import DeviceSpec, find_spec
 from . import profile
 from .environment import Environment
 from .kernel_shape import KernelShape
-from .roofline import active_experts
 
 TILE_ROWS = (8, 16, 32, 64, 128)
 """Heights of the tiles whose rates are fitted: rows of one expert that a block computes at once."""
@@ -39,12 +38,8 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MAX_EXTRAPOLATION = 2.0
 """How far, as a factor, a size may lie outside the fitted layers' before nothing is predicted."""
 
-MIN_EXPERTS = 4
-"""Experts on a rank from which on layers are fitted and predicted. With fewer, how a kernel divides so little work
-decides: on an H100 a single expert of Mixtral took ours 1.8 times as long at 16 tokens as at 4."""
-
 STRIP_ROWS = 64
-"""The unit of `BackendLatency.strips`."""
+"""The unit of `BackendLatency.strips` and `BackendLatency.waves`."""
 
 _SHARPNESS_OF_TILE_CHOICE = 8.0
 """Exponent of the smooth minimum over tile heights. The fit needs a derivative; at 8 two equal costs count as 8 % less
@@ -61,6 +56,8 @@ class BackendLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bandwidth_tb_s: TB/s at which weights are read.
         ramp_us: microseconds of each product before it reads at that rate.
         strips: the start of each product, as the time of reading so many times `STRIP_ROWS` rows at that rate.
+        waves: what each product multiplies beside its tiles, as one more tile of so many times `STRIP_ROWS` rows of
+            weights: a card's worth of blocks, most of which few tiles leave idle.
         sharpness: exponent, less one, of the smooth maximum of reading and multiplying.
         traffic_tb_s: TB/s of activations.
         expert_us: microseconds times the square root of the experts with a token.
@@ -76,6 +73,7 @@ class BackendLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bandwidth_tb_s: float
     ramp_us: float
     strips: float
+    waves: float
     sharpness: float
     traffic_tb_s: float
     expert_us: float
@@ -151,39 +149,46 @@ class CallWork(msgspec.Struct, frozen=True):
 def call_work(shape: KernelShape, tokens: int) -> CallWork:
     """The work of one call under uniform routing.
 
-    Where less than one slot is expected on an expert-parallel rank, the call is one that has a slot, as it is timed
-    (`measuring.random_weights`): without one, every kernel ends at once.
+    A rank gets as many slots as are expected, and one at least, as calls are timed (`measuring.random_weights`). One
+    token's experts differ, those of different tokens are independent. So the rows of an expert are binomially
+    distributed: over all tokens, where the rank has all experts, else over its slots.
     """
-    chance = shape.top_k / shape.num_experts
     rows = (2 if shape.gated else 1) * shape.intermediate_size
     if shape.scheme == "wna16":
         per_group = 2.0 + (shape.bits / 8 if shape.zero_points else 0.0)
         scale_bytes = per_group / shape.group_size if shape.group_size > 0 else 0.0
     else:
         scale_bytes = 1.0 / MX_BLOCK
-    slots = tokens * chance * shape.local_experts
-    factor = max(1.0, 1.0 / slots)
+    local = shape.local_experts
+    per_token = max(1.0, shape.top_k * local / shape.num_experts)
+    slots = max(1.0, tokens * shape.top_k * local / shape.num_experts)
+    draws = max(1, round(slots / per_token))
+    chance = min(1.0, slots / draws / local)
     return CallWork(
-        active=factor * active_experts(shape, tokens),
-        slots=factor * slots,
+        active=local * (1.0 - (1.0 - chance) ** draws),
+        slots=slots,
         products=((rows, shape.hidden_size), (shape.hidden_size, shape.intermediate_size)),
         weight_bytes=shape.bits / 8 + scale_bytes,
-        tiles=tuple(factor * shape.local_experts * _expected_tiles(tokens * chance, height) for height in TILE_ROWS),
+        tiles=tuple(local * _expected_tiles(draws, chance, height) for height in TILE_ROWS),
     )
 
 
-@lru_cache(maxsize=4096)
-def _expected_tiles(rows: float, height: int) -> float:
-    """Expected whole tiles of an expert whose number of rows is Poisson distributed with a mean."""
-    if rows >= height * height:  # the distribution is wide: half a tile is lost on average
-        return rows / height + 0.5
-    spread = 9.0 * math.sqrt(rows) + 9.0
-    low, high = max(0, int(rows - spread)), int(rows + spread)
-    chance = math.exp(low * math.log(rows) - rows - math.lgamma(low + 1))
+@lru_cache(maxsize=16384)
+def _expected_tiles(draws: int, chance: float, height: int) -> float:
+    """Expected whole tiles of an expert whose number of rows is binomially distributed."""
+    rows, spread = draws * chance, math.sqrt(draws * chance * (1.0 - chance))
+    if chance == 1.0:
+        return float(-(-draws // height))
+    if spread >= height:  # what the last tile lacks is 0 to height - 1 rows, one as likely as another
+        return (rows + (height - 1) / 2) / height
+    low, high = max(0, int(rows - 9.0 * spread - 9.0)), min(draws, int(rows + 9.0 * spread + 9.0))
+    odds = chance / (1.0 - chance)
+    log_ways = math.lgamma(draws + 1) - math.lgamma(low + 1) - math.lgamma(draws - low + 1)
+    share = math.exp(log_ways + low * math.log(chance) + (draws - low) * math.log1p(-chance))
     total = 0.0
     for count in range(low, high + 1):
-        total += chance * -(-count // height)
-        chance *= rows / (count + 1)
+        total += share * -(-count // height)
+        share *= odds * (draws - count) / (count + 1)
     return total
 
 
@@ -208,7 +213,7 @@ def predict_us(
         read_rows = work.active * rows + backend.strips * STRIP_ROWS
         reading = read_rows * columns * work.weight_bytes / (backend.bandwidth_tb_s * bandwidth * 1e6)
         costs = [
-            2.0 * tiles * height * rows * columns / (tflops * rate * 1e6)
+            2.0 * height * (tiles * rows + backend.waves * STRIP_ROWS) * columns / (tflops * rate * 1e6)
             for tiles, height, tflops in zip(work.tiles, TILE_ROWS, backend.tile_tflops, strict=True)
         ]
         least = min(costs)
@@ -239,8 +244,6 @@ def why_unpredictable(model: LatencyModel, shape: KernelShape, device: Device) -
         return f"the catalog of GPUs does not have {device.name}"
     if shape.act_order or shape.batch_invariant or shape.dtype == "float32":
         return "times of layers with act order, batch invariance or float32 are not predicted"
-    if shape.local_experts < MIN_EXPERTS:
-        return f"times of fewer than {MIN_EXPERTS} experts on a rank are not predicted"
     for name, (smallest, largest) in model.sizes.items():
         size = getattr(shape, name)
         if not smallest / MAX_EXTRAPOLATION <= size <= largest * MAX_EXTRAPOLATION:
