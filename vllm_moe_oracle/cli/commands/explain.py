@@ -58,8 +58,8 @@ _DeviceName = Annotated[
     str,
     name_option(
         f"auto (this machine), {', '.join(known_device_names())}, or a JSON file with at least kind and name, as "
-        "status --json prints it. A name stands for the newest tested vLLM; short forms such as h200 and 4090 are known. "
-        "cpu stands for a machine with AVX2 and enough memory.",
+        "status --json prints it. A name stands for the newest tested vLLM; short forms such as h200 and 4090 are "
+        "known. cpu stands for a machine with AVX2 and enough memory.",
         lambda: ["auto", *known_device_names()],
         "NAME|FILE",
     ),
