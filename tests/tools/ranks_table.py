@@ -1,4 +1,5 @@
-"""The table of several GPUs in vllm_moe_oracle/OPERATIONS.md, from what `tests.gpu.ranks` wrote.
+"""The table of several GPUs in vllm_moe_oracle/OPERATIONS.md, from what `tests.gpu.ranks` wrote on pairs of both
+Hopper cards.
 
 `python -m tests.tools.generate --write` puts it into the page.
 """
@@ -10,7 +11,7 @@ from typing import Any
 
 from tests.lib import golden_files
 
-PATH = golden_files.newest("ranks", "h100")
+PATHS = tuple(golden_files.newest("ranks", gpu) for gpu in ("h100", "h200"))
 CASES = {
     "tensor parallel 2": ("tp2", "prefix caching", "chunked prefill", "async scheduling"),
     "tensor parallel 2, with expert parallelism": ("tp2 ep", "reload, ep", "eplb"),
@@ -37,7 +38,8 @@ CASES = {
 
 def rows() -> list[dict[str, Any]]:
     """Every engine that was served."""
-    return [row for run in json.loads(PATH.read_text())["runs"] for row in run["rows"]]
+    runs = [run for path in PATHS for run in json.loads(path.read_text())["runs"]]
+    return [row for run in runs for row in run["rows"]]
 
 
 def table() -> str:

@@ -159,7 +159,7 @@ def test_the_first_traceback_is_kept_without_its_prefix() -> None:
 
 
 def test_two_gpus_say_what_transformers_say() -> None:
-    runs = json.loads(ranks_table.PATH.read_text())["runs"]
+    runs = json.loads(ranks_table.PATHS[0].read_text())["runs"]
     rows = [row for run in runs for row in run["rows"]]
     assert all(row["logprob_difference"] <= run["conditions"]["tolerance"] for run in runs for row in run["rows"])
     assert all(row["ok"] and row["tokens_equal"] and row["layers"] for row in rows)
@@ -173,6 +173,21 @@ def test_two_gpus_say_what_transformers_say() -> None:
     assert len(drafting) == 6 and all(0 < row["accepted"] == row["drafted"] for row in drafting)
     own = [row for row in rows if "static" not in row["case"]]
     assert all(name.startswith("hopper_") for row in own for name in row["backends"])
+
+
+def test_stock_over_ranks_answers_as_the_plugin_or_fails_as_the_page_says() -> None:
+    runs = json.loads(ranks_table.PATHS[1].read_text())["runs"]
+    rows = {(row["format"], row["case"]): row for run in runs for row in run["rows"]}
+    own = [row for (_, case), row in rows.items() if "own" in case]
+    tolerance = min(run["conditions"]["tolerance"] for run in runs)
+    assert all(row["ok"] and row["tokens_equal"] and row["logprob_difference"] <= tolerance for row in own)
+    stock = {format: row for (format, case), row in rows.items() if "stock" in case}
+    served = {format: row["plugin_difference"] for format, row in stock.items() if row["ok"]}
+    page = " ".join((ROOT / "vllm_moe_oracle/OPERATIONS.md").read_text().split())
+    assert f"{' and '.join(served)}, are within {max(served.values()):.3f} of the plugin's" in page
+    assert all(row["plugin_tokens_equal"] for row in stock.values() if row["ok"])
+    failed = {format: row["error"] for format, row in stock.items() if not row["ok"]}
+    assert set(failed) == {"mxfp4 gpt-oss", "mxfp8 online"} and "static_assert" in failed["mxfp4 gpt-oss"]
 
 
 def test_the_kernels_reference_gives_h_by_slot_in_16_bits() -> None:
