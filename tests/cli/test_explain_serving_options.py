@@ -90,7 +90,7 @@ def test_ranks_are_those_of_a_server(
             "a server asks vLLM's HummingGroupedExperts whether it runs with deepep_v2; if not, the next accepted",
         ),
         (
-            ("--ep", "--dp", 2, "--all2all-backend", "deepep_low_latency"),
+            ("--device", "nvidia-l40s", "--ep", "--dp", 2, "--all2all-backend", "deepep_low_latency"),
             "a server leaves layers that none runs to stock vLLM, if stock vLLM can run them",
         ),
     ],

@@ -187,6 +187,8 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
         decision = case.decision(chosen, "static", f"{_explain_reference(case)}{note}")
         return dataclasses.replace(decision, degraded=_has_alternative(case) or bool(note))
     explanation = f"first accepted backend in the static order (vLLM {NEWEST}'s, then this project's)"
+    if len(equivalent_backends(chosen, case.candidates)) == 1:
+        explanation = "no other accepted backend computes the same numbers"
     choice = MeasuredChoice(chosen.backend, "")
     if measurements is not None:
         choice = _choose_by_measurement(measurements, chosen, case)
