@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.lib.cases import CPU, H200, problem
 from vllm_moe_oracle.core.decision import Candidate, Reason, Rejected
@@ -31,8 +32,12 @@ from vllm_moe_oracle.methods.base import OracleMoEMethod
 class Stock(FusedMoEMethodBase):  # type: ignore[misc]
     """Stands for the stock method class."""
 
-    def create_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Not asked here."""
+    def create_weights(self, layer: Any, num_experts: int, **kwargs: Any) -> None:
+        """Weights whose memory held something, and a scale that no file has."""
+        for name, dtype in (("w13_weight", torch.float8_e4m3fn), ("w2_weight_scale", torch.uint8)):
+            held = torch.full((num_experts, 4, 2), 0x7F, dtype=torch.uint8).view(dtype)
+            layer.register_parameter(name, torch.nn.Parameter(held, requires_grad=False))
+        layer.register_parameter("input_scale", torch.nn.Parameter(torch.ones(num_experts), requires_grad=False))
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """Not asked here."""
@@ -303,7 +308,11 @@ def test_experts_that_the_models_code_pads_are_left_to_stock_vllm(
     layer = config(moe_backend="marlin")
     layer.moe_parallel_config.tp_size = 16
     layer.intermediate_size_per_partition = 256
-    assert type(Ours("config", layer)) is Stock
+    made, module = Ours("config", layer), torch.nn.Module()
+    assert type(made) is Stock
+    made.create_weights(layer=module, num_experts=2)
+    assert not any(bool(each.view(torch.uint8).any()) for each in (module.w13_weight, module.w2_weight_scale))
+    assert bool((module.input_scale == 1).all())
     assert "experts that the model's code pads with zeros: left to stock vLLM's Stock" in log.text
     assert release.unpadded_intermediate_size(layer) == 3072
     layer.intermediate_size_per_partition = 192  # the model's own minimum is smaller

@@ -135,6 +135,10 @@ class Routing:
         return Routing(apply_router_weight_on_input=self.apply_router_weight_on_input)
 
 
+PADDED_EXPERTS = "experts that the model's code pads with zeros"
+"""The last of the features of `features_for_stock`."""
+
+
 def features_for_stock(lora: bool, batched: bool, padded: bool) -> list[str]:
     """What a layer needs that no or few backends here support, in words: stock vLLM serves it where none does.
 
@@ -143,7 +147,7 @@ def features_for_stock(lora: bool, batched: bool, padded: bool) -> list[str]:
         batched: its all-to-all delivers tokens by expert.
         padded: the model's code pads its experts with zeros.
     """
-    words = ("LoRA on experts", "a batched all-to-all", "experts that the model's code pads with zeros")
+    words = ("LoRA on experts", "a batched all-to-all", PADDED_EXPERTS)
     return [each for each, needed in zip(words, (lora, batched, padded), strict=True) if needed]
 
 

@@ -23,7 +23,7 @@ from ..compat import current_adapter, weight_storage
 from ..compat.experts_builder import VllmBuilder
 from ..compat.layer_context import current_layer
 from ..core.decision import Decision
-from ..core.problem import Problem, Scheme
+from ..core.problem import PADDED_EXPERTS, Problem, Scheme
 from ..devices import detect
 from ..errors import CheckpointError, LifecycleError, NoBackendError, OracleError, is_out_of_memory, sanitize
 from ..oracle.registry import default_registry
@@ -181,6 +181,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
             rule = f"{needs}{rule}; stock vLLM's {stock.__name__} {limitation}{separator}{table}"
             remedy = error.remedy or (f"Serve without {' and '.join(features)}" if features else "")
             raise NoBackendError(rule, remedy, name, error.candidates) from error
+        if PADDED_EXPERTS in features:
+            weight_loading.zero_before_loading(method)
         load_summary.record_stock_layer(name, features, type(method).__name__, error)
         return method
 

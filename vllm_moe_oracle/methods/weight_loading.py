@@ -163,6 +163,27 @@ def set_sentinel(parameters: Mapping[str, nn.Parameter], codes: Mapping[str, int
         setattr(parameter, _SENTINEL_ATTRIBUTE, codes.get(name, 0))
 
 
+def zero_before_loading(method: Any) -> None:
+    """Makes a stock method fill its weights and scales with zeros when it registers them.
+
+    vLLM's code of Kimi means to zero padded experts and looks for their weights in the wrong module (0.32), so that the
+    padding keeps what the memory held. Per-tensor scales, with fewer dimensions than a matrix for each expert, stay.
+
+    Args:
+        method: the method of a layer whose experts are padded.
+    """
+    create = method.create_weights
+
+    @functools.wraps(create)
+    def create_zeros(layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        create(layer, *args, **kwargs)
+        for parameter in layer.parameters(recurse=False):
+            if parameter.ndim > 2:
+                parameter.data.zero_()
+
+    method.create_weights = create_zeros
+
+
 def _fill_once(parameter: nn.Parameter) -> None:
     code = getattr(parameter, _SENTINEL_ATTRIBUTE, None)
     if code is not None and not parameter.is_meta and parameter not in _filled:
