@@ -4,13 +4,15 @@
 
 Every config of tests/golden/configs is taken in each format that the plugin serves, over 1 to 8 tensor-parallel ranks,
 with and without expert parallelism, on two Hopper cards, under three releases of vLLM, without a cache. One answer is
-one such model; the kind of its least certain layer counts. `--write` puts the counts into tests/golden/evidence.json.
+one such model; the kind of its least certain layer counts. `--write` puts the counts into tests/golden/evidence.json,
+which takes four minutes; `tests.tools.generate --write` does so where the file is of other releases, configs or times.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import itertools
 import json
 import sys
@@ -26,6 +28,7 @@ from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.errors import CheckpointError, NoBackendError
+from vllm_moe_oracle.measurements import profile
 from vllm_moe_oracle.releases.supported import NEWEST
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "evidence.json"
@@ -48,6 +51,20 @@ PUBLISHED = ("gpt-oss-20b", "kimi-k2-thinking")
 ORDER = ("measured", "predicted", "alone", "static", "stock", "refused")
 """Kinds, the most certain first: ``alone`` has one candidate, ``stock`` is left to vLLM, ``refused`` is not served."""
 DECIDED = ORDER[:3]
+
+
+def inputs() -> dict[str, Any]:
+    """What the counts rest on: GPUs, releases, and a digest of the configs, of the shipped times and of the model."""
+    files = [*configs.CONFIGS.glob("*.json"), *profile.SHIPPED_FOLDER.glob("*.json")]
+    files = sorted(each for each in files if not each.name.startswith("stock_"))
+    digest = hashlib.sha256(b"".join(each.name.encode() + each.read_bytes() for each in files)).hexdigest()
+    return {"gpus": list(GPUS), "releases": list(RELEASES), "digest": digest}
+
+
+def is_stale() -> bool:
+    """Whether the committed counts rest on something else than what is here."""
+    held = json.loads(GOLDEN.read_text())
+    return any(held.get(name) != value for name, value in inputs().items())
 
 
 def cases(models: list[str]) -> list[tuple[str, str, dict[str, Any]]]:
@@ -103,9 +120,12 @@ def count(models: list[str]) -> dict[str, Any]:
                     undecided[f"{model}, {'EP' if ep else 'TP'} {tp}: {kind}: {why.replace(device.name, 'GPU')}"] += 1
             print(f"{index} of {len(every)}: {model}, {name}", file=sys.stderr)
     return {
-        "command": "python -m tests.tools.evidence --write", "configs": len(every), "gpus": GPUS, "releases": RELEASES,
-        "counts": found, "undecided": dict(sorted(undecided.items())),
-    }  # fmt: skip
+        "command": "python -m tests.tools.evidence --write",
+        "configs": len(every),
+        **inputs(),
+        "counts": found,
+        "undecided": dict(sorted(undecided.items())),
+    }
 
 
 def total(counts: dict[str, dict[str, dict[str, int]]]) -> dict[str, Counter[str]]:

@@ -288,6 +288,10 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="bring the files up to date")
     write = parser.parse_args().write
     stale = []
+    if evidence.is_stale():
+        stale.append(str(evidence.GOLDEN.relative_to(ROOT)))
+        if write:
+            subprocess.run([sys.executable, "-m", "tests.tools.evidence", "--write"], cwd=ROOT, check=True)
     for path, make in FILES.items():
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         made = make(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +35,15 @@ def test_the_least_certain_layer_counts() -> None:
     assert {name for name, _, _ in evidence.cases(["gpt-oss-20b"])} == {"gpt-oss-20b"}
     assert len(evidence.cases(["mixtral-8x7b"])) == len(evidence.FORMATS)
     assert set(evidence.PUBLISHED) <= {each.stem for each in configs.CONFIGS.glob("*.json")}
+
+
+def test_counts_rest_on_the_times_the_configs_and_the_releases_that_are_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert not evidence.is_stale(), "run: python -m tests.tools.generate --write"
+    monkeypatch.setattr(evidence, "RELEASES", ("0.27.1",))
+    assert evidence.is_stale()
+    monkeypatch.undo()
+    (tmp_path / "one.json").write_text("{}")
+    monkeypatch.setattr(evidence.configs, "CONFIGS", tmp_path)
+    assert evidence.is_stale()
