@@ -20,7 +20,6 @@ from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.compat.experts_builder import VllmBuilder
 from vllm_moe_oracle.compat.function_experts import BatchedFunctionExperts
 from vllm_moe_oracle.core.problem import Parallel
-from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.measurements import lookup
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.settings import load
@@ -161,7 +160,7 @@ def test_hoppers_kernels_plan_for_rows(act_order: bool) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["mxfp8", "mxfp4", "wna16"])
-def test_hoppers_kernels_take_it_by_name_alone(scheme: str) -> None:
+def test_hoppers_kernels_take_it_where_vllm_has_none_or_by_name(scheme: str) -> None:
     layer = problem(
         num_experts=64, local_experts=32, hidden_size=2048, intermediate_size=768, parallel=BATCHED,
         scheme={"mxfp8": MXFP8, "mxfp4": MXFP4, "wna16": INT4_G128}[scheme],
@@ -172,12 +171,11 @@ def test_hoppers_kernels_take_it_by_name_alone(scheme: str) -> None:
     chosen = load({})
     measured = lookup.find_measurements(layer, H200, chosen)
     assert measured is not None and not measured.times  # times of tokens in rows are none of this layer's
-    if scheme == "mxfp8":  # no class of vLLM's in this format is wrapped
-        with pytest.raises(NoBackendError) as caught:
-            decide(layer, H200, chosen, measurements=measured)
-        reasons = {each.backend: each.reasons for each in caught.value.candidates}
-        assert [(each.code, each.remedy) for each in reasons[name]] == [("by_name", f"the setting backend={name}")]
-        assert "all-to-all sorts by expert: it runs only when it is asked for by name" in reasons[name][0].detail
-        return
     found = decide(layer, H200, chosen, measurements=measured)
+    if scheme == "mxfp8":  # vLLM has no kernels for it in this format
+        assert found.backend == name and found.explanation.startswith("no other kernel here")
+        return
+    assert "it runs only when it is asked for by name" not in found.summary()
+    (ours,) = (each for each in found.candidates if each.backend == name)
+    assert ours.accepted and "vLLM's Marlin kernels" in ours.answers.only_by_name
     assert found.backend == f"marlin_{scheme}_batched" and found.why == "static" and not found.tunable

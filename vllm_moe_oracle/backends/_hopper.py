@@ -36,10 +36,10 @@ SM90 = ((90, 91),)
 
 BATCHED_UNKNOWN = "was not measured on tokens that an all-to-all sorts by expert"
 BATCHED_SLOWER = (
-    "takes 0.68 to 1.50 times as long as vLLM's Marlin kernels on up to 64 tokens an expert that an all-to-all has "
-    "sorted, and 0.47 to 0.87 times from 128 tokens (H200, kernels/RESULTS.md)"
+    "may be slower than vLLM's Marlin kernels on tokens that an all-to-all sorts by expert: 0.68 to 1.50 times as long "
+    "up to 64 tokens an expert, 0.47 to 0.87 times from 128 tokens (H200, kernels/RESULTS.md)"
 )
-"""Of 4-bit formats; tests hold the figures to the measured ones."""
+"""Of MXFP4 and of symmetric 4-bit integers in groups; tests hold the figures to the measured ones."""
 
 CAPABILITIES = Capabilities(
     compute_capabilities=SM90,

@@ -16,7 +16,6 @@ from ..core.decision import Numerics, ShardPlan
 from ..core.problem import Problem
 from ..core.sharding import has_act_order, has_group_index
 from ._contract import Tensors, WorkspaceForward
-from ._hopper import BATCHED_UNKNOWN
 from .hopper_wna16 import HopperWna16
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ class HopperWna16ActOrder(HopperWna16):
     capabilities = dataclasses.replace(
         HopperWna16.capabilities, act_orders=("group",), lora=False, batch_invariant=False
     )
-    batched_only_by_name = BATCHED_UNKNOWN
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "act_order.none",

@@ -151,7 +151,7 @@ def call_work(shape: KernelShape, tokens: int) -> CallWork:
 
     A rank gets as many slots as are expected, and one at least, as calls are timed (`measuring.random_weights`). One
     token's experts differ, those of different tokens are independent. So the rows of an expert are binomially
-    distributed: over all tokens, where the rank has all experts, else over its slots.
+    distributed, over tokens where a token is expected to go to more than one expert of the rank, else over its slots.
     """
     rows = (2 if shape.gated else 1) * shape.intermediate_size
     if shape.scheme == "wna16":
@@ -193,7 +193,13 @@ def _expected_tiles(draws: int, chance: float, height: int) -> float:
 
 
 def predict_us(
-    backend: BackendLatency, shape: KernelShape, tokens: int, router: bool, bandwidth: float = 1.0, rate: float = 1.0
+    backend: BackendLatency,
+    shape: KernelShape,
+    tokens: int,
+    router: bool,
+    bandwidth: float = 1.0,
+    rate: float = 1.0,
+    sms: float = 1.0,
 ) -> float:
     """The predicted time of a call in microseconds.
 
@@ -204,6 +210,7 @@ def predict_us(
         router: add top-k over the router's logits.
         bandwidth: the GPU's memory bandwidth, as a multiple of the fitted GPU's.
         rate: its arithmetic rate, likewise.
+        sms: its streaming multiprocessors, likewise: a wave has as many blocks.
     """
     work = call_work(shape, tokens)
     factor = math.prod(backend.factors.get(name, 1.0) for name, on in layer_flags(shape).items() if on)
@@ -213,7 +220,7 @@ def predict_us(
         read_rows = work.active * rows + backend.strips * STRIP_ROWS
         reading = read_rows * columns * work.weight_bytes / (backend.bandwidth_tb_s * bandwidth * 1e6)
         costs = [
-            2.0 * height * (tiles * rows + backend.waves * STRIP_ROWS) * columns / (tflops * rate * 1e6)
+            2.0 * height * (tiles * rows + sms * backend.waves * STRIP_ROWS) * columns / (tflops * rate * 1e6)
             for tiles, height, tflops in zip(work.tiles, TILE_ROWS, backend.tile_tflops, strict=True)
         ]
         least = min(costs)
@@ -279,10 +286,12 @@ def predict(
     here, there = _required_spec(device.name), _required_spec(model.environment.gpu)
     fitted = here.name in {_required_spec(each).name for each in model.gpus}
     bandwidth, rate = scaling(here, there)
-    rate *= (device.sm_count or here.sm_count) / here.sm_count  # a part of a card (MIG) has its share
+    sm_count = device.sm_count or here.sm_count
+    rate *= sm_count / here.sm_count  # a part of a card (MIG) has its share
+    sms = sm_count / there.sm_count
     known = {name: model.backends[name] for name in names if name in model.backends}
     times = {
-        name: {"uniform": {tokens: predict_us(each, shape, tokens, router, bandwidth, rate) for tokens in counts}}
+        name: {"uniform": {tokens: predict_us(each, shape, tokens, router, bandwidth, rate, sms) for tokens in counts}}
         for name, each in known.items()
     }
     # A card that was not fitted: its scaling is one more thing that may be wrong, as much as the model itself.

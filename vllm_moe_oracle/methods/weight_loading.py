@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from ..core.sharding import shard_size
 from ..errors import CheckpointError
 from ..schemes._checks import dtype_name, packed_bytes
 from . import rank_sync
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 _SENTINEL_ATTRIBUTE = "moe_oracle_unloaded"
 """Attribute of a parameter: the byte that fills it before it is loaded."""
@@ -163,11 +166,12 @@ def set_sentinel(parameters: Mapping[str, nn.Parameter], codes: Mapping[str, int
         setattr(parameter, _SENTINEL_ATTRIBUTE, codes.get(name, 0))
 
 
-def zero_before_loading(method: Any) -> None:
+def zero_before_loading(method: FusedMoEMethodBase) -> None:
     """Makes a stock method fill its weights and scales with zeros when it registers them.
 
     vLLM's code of Kimi means to zero padded experts and looks for their weights in the wrong module (0.32), so that the
-    padding keeps what the memory held. Per-tensor scales, with fewer dimensions than a matrix for each expert, stay.
+    padding keeps what the memory held. Biases and per-tensor scales, with fewer dimensions than a matrix for each
+    expert, stay. A reload that makes new tensors is not covered.
 
     Args:
         method: the method of a layer whose experts are padded.

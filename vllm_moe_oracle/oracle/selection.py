@@ -187,8 +187,8 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
         decision = case.decision(chosen, "static", f"{_explain_reference(case)}{note}")
         return dataclasses.replace(decision, degraded=_has_alternative(case) or bool(note))
     explanation = f"first accepted backend in the static order (vLLM {NEWEST}'s, then this project's)"
-    if len(equivalent_backends(chosen, case.candidates)) == 1:
-        explanation = "no other accepted backend computes the same numbers"
+    if _is_alone(chosen, case):
+        explanation = "no other kernel here computes the same numbers"
     choice = MeasuredChoice(chosen.backend, "")
     if measurements is not None:
         choice = _choose_by_measurement(measurements, chosen, case)
@@ -210,6 +210,12 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
     return dataclasses.replace(
         decision, degraded=bool(note), measured=choice.measured, token_ranges=choice.token_ranges, tunable=tunable
     )
+
+
+def _is_alone(chosen: Candidate, case: _DecisionInput) -> bool:
+    """Whether no other kernel, asked for by name or not, runs the layer with activations of the same precision."""
+    others = [each for each in case.accepted if each.backend not in (chosen.backend, REFERENCE_BACKEND)]
+    return all(each.answers.activations != chosen.answers.activations for each in others)
 
 
 def is_final(decision: Decision, settings: Settings) -> bool:

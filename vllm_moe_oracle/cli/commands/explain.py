@@ -353,7 +353,7 @@ def _parallelism_notes(ranks: Ranks, all2all_backend: str, groups: list[LayerGro
         chosen = [default_registry()[group.decision.backend] for group in groups if group.decision is not None]
         for name in sorted({each.stock_class_name for each in chosen if each.stock_class_name}):
             rule = f"a server asks vLLM's {name} whether it runs with {ranks.all2all}"
-            yield f"{rule}; if not, the next accepted candidate runs the layers"
+            yield f"{rule}; if not, the next accepted candidate that needs no name runs the layers, or stock vLLM"
 
 
 def _activation_notes(layers: MoeLayers, settings: Settings) -> Iterator[str]:
