@@ -111,8 +111,8 @@ def test_a_product_starts_in_proportion_to_the_length_of_its_rows() -> None:
 
 def test_a_wave_takes_as_long_on_a_part_of_a_card() -> None:
     backend = latency_model.shipped().backends["hopper_mxfp8"]
-    # Waves take all of the time but some millionths, which tiles take. An eighth of the multiprocessors has an eighth of
-    # the blocks, each as fast as before.
+    # Waves take all of the time but some millionths, which tiles take. An eighth of the multiprocessors has an eighth
+    # of the blocks, each as fast as before.
     waves = msgspec.structs.replace(
         backend, launch_us=0.0, ramp_us=0.0, expert_us=0.0, strips=0.0, traffic_tb_s=1e9, bandwidth_tb_s=1e9, waves=1e9
     )
