@@ -104,7 +104,7 @@ def test_options_without_effect_and_refusals_of_vllm_are_notes(
 
 
 def test_data_parallel_ranks_of_a_cpu_are_noted_as_what_vllm_cannot_serve(run: Run, write: Callable[..., Path]) -> None:
-    note = "vLLM exchanges no tokens between data-parallel ranks on a CPU: a server would not start"
+    note = "vLLM cannot exchange tokens between data-parallel ranks on a CPU: a server would not start"
     for options, noted in ((("--dp", 2), True), (("--dp", 2, "--ep"), True), (("--tp", 2, "--ep"), False)):
         found = run("explain", write(), "--device", "cpu", *options, "--json")
         assert (note in found.json["notes"]) == noted, options
@@ -394,10 +394,10 @@ def test_a_layer_that_stock_takes_otherwise_is_left_to_it(
     [
         (
             ("--dp", 3, "--ep"),
-            "expert parallelism over 2 ranks, or tensor parallelism without --enable-expert-parallel",
+            "expert parallelism over 2 ranks, or the same ranks without --enable-expert-parallel",
         ),
-        (("--tp", 2, "--dp", 3, "--ep"), "expert parallelism over 4 ranks, or tensor parallelism"),
-        (("--dp", 3, "--ep", "--lora"), "expert parallelism over 2 ranks, or tensor parallelism"),
+        (("--tp", 2, "--dp", 3, "--ep"), "expert parallelism over 4 ranks, or the same ranks"),
+        (("--dp", 3, "--ep", "--lora"), "expert parallelism over 2 ranks, or the same ranks"),
         (("--dp", 3, "--ep", "--all2all-backend", "nixl_ep"), ""),
     ],
 )

@@ -108,8 +108,8 @@ def test_a_loader_that_cuts_between_blocks_has_more_ways_out() -> None:
 @pytest.mark.parametrize(
     ("experts", "ranks", "inner", "ways"),
     [
-        (7, 2, 96, "tensor parallelism without --enable-expert-parallel"),
-        (9, 4, 128, "expert parallelism over 3 ranks, or tensor parallelism without --enable-expert-parallel"),
+        (7, 2, 96, "the same ranks without --enable-expert-parallel"),
+        (9, 4, 128, "expert parallelism over 3 ranks, or the same ranks without --enable-expert-parallel"),
         (9, 4, 32, "expert parallelism over 3 ranks"),
         (7, 2, 32, "one rank"),
     ],

@@ -291,7 +291,7 @@ def loader_reasons(problem: Problem) -> list[Reason]:
     ways = [f"expert parallelism over {even[-1]} ranks"] if even else []
     whole = dataclasses.replace(problem, local_experts=experts)
     if any(map(is_shardable, _resharded(whole, dataclasses.replace(problem.parallel, tp=ranks, ep=1)))):
-        ways.append("tensor parallelism without --enable-expert-parallel")
+        ways.append("the same ranks without --enable-expert-parallel")
     return [
         Reason(
             "expert_parallel.loader",

@@ -138,7 +138,7 @@ def why_vllm_refuses(name: str, device_kind: str, exchanges_tokens: bool, dp: in
     """
     exchange = _EXCHANGES[name]
     if device_kind == "cpu" and dp > 1:
-        return "vLLM exchanges no tokens between data-parallel ranks on a CPU"
+        return "vLLM cannot exchange tokens between data-parallel ranks on a CPU"
     if exchange.unquantized:
         return f"vLLM serves only models in 16 bits with the all-to-all {name}"
     if exchange.rocm and exchanges_tokens and device_kind != "rocm":
