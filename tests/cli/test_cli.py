@@ -70,7 +70,7 @@ def test_explain_answers_for_a_machine_that_is_elsewhere(run: Run, write: Callab
     assert lines[2] == "48 layers: model.layers.0-47.mlp.experts"
     for word in ("layer", "backend", "why", "numerics", "sizes"):
         assert any(line.startswith(f"  {word} ") for line in lines), word
-    assert re.search(r"^  emulation +accepted$", result.out, re.MULTILINE)
+    assert re.search(r"^  emulation +accepted +by name only: computes in float32", result.out, re.MULTILINE)
 
 
 def test_measured_candidates_have_their_times(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:

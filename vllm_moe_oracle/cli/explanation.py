@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ..checkpoint import MoeLayers
 from ..checkpoint.layer_names import compact_layer_names
@@ -200,6 +200,13 @@ def _is_for_other_devices(candidate: Candidate) -> bool:
     return any(reason.code == "device" for reason in candidate.reasons)
 
 
+def _why_by_name(candidate: Candidate, winners: Collection[str]) -> str:
+    """Why an accepted candidate is not chosen without its name; "" if it may be, or was named."""
+    if not candidate.accepted or candidate.backend in winners or not candidate.answers.only_by_name:
+        return ""
+    return f"by name only: {candidate.answers.only_by_name}"
+
+
 _CHOSEN = "chosen"
 
 
@@ -212,7 +219,7 @@ def _candidate_rows(
         verdict = "accepted" if candidate.accepted else "rejected"
         if candidate.backend in winners:
             verdict = _CHOSEN
-        reasons = candidate.sentences or (times.get(candidate.backend, ""),)
+        reasons = candidate.sentences or (times.get(candidate.backend, "") or _why_by_name(candidate, winners),)
         rows.append((candidate.backend, verdict, reasons[0]))
         rows += [("", "", reason) for reason in reasons[1:]]
     return rows
