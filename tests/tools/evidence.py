@@ -50,7 +50,7 @@ PUBLISHED = ("gpt-oss-20b", "kimi-k2-thinking")
 """Models whose published config is quantized in a served format; they are taken as they are."""
 ORDER = ("measured", "predicted", "alone", "static", "stock", "refused")
 """Kinds, the most certain first: ``alone`` has one candidate, ``stock`` is left to vLLM, ``refused`` is not served."""
-DECIDED = ORDER[:3]
+DECIDED = ORDER[:2]
 
 
 def inputs() -> dict[str, Any]:
@@ -158,7 +158,7 @@ def table() -> str:
 
 def share(counts: dict[str, int]) -> float:
     """Part of the answers that figures decide, of those that the plugin gives."""
-    served = sum(number for kind, number in counts.items() if kind in (*DECIDED, "static"))
+    served = sum(number for kind, number in counts.items() if kind in (*DECIDED, "alone", "static"))
     return sum(counts.get(kind, 0) for kind in DECIDED) / served if served else 1.0
 
 

@@ -212,14 +212,16 @@ class HopperBackend(Backend):
     static_priority = 900.0  # after vLLM's own kernels: without measurements, the stock choice stands
     activation_precision: ClassVar[ActivationPrecision] = "16bit"
     triton_release_error = 0.02
-    batched_only_by_name: ClassVar[str] = BATCHED_UNKNOWN
-    """Why layers in the batched format get these kernels by name alone; "" where they are candidates like others."""
 
     def only_by_name(self, problem: Problem, device: Device) -> str:
         """Where vLLM's own kernels may be faster, and nothing could show it."""
         if problem.lora:
             return "was not measured with LoRA adapters"
-        return self.batched_only_by_name if problem.parallel.is_batched else ""
+        return self.why_not_batched(problem) if problem.parallel.is_batched else ""
+
+    def why_not_batched(self, problem: Problem) -> str:
+        """Why a layer in the batched format gets these kernels by name alone; "" where vLLM has none for it."""
+        return BATCHED_UNKNOWN
 
     def weight_format(self, problem: Problem) -> str:
         """The kernels' name of the layer's weight format."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..core.decision import Numerics
-from ..core.problem import MX_BLOCK
+from ..core.problem import MX_BLOCK, Problem
 from ._hopper import BATCHED_SLOWER, CAPABILITIES, HopperBackend
 
 
@@ -15,9 +15,12 @@ class HopperMxfp4(HopperBackend):
     name = "hopper_mxfp4"
     schemes = ("mxfp4",)
     capabilities = dataclasses.replace(CAPABILITIES, bits=(4,), groups=(MX_BLOCK,))
-    batched_only_by_name = BATCHED_SLOWER
     # Exact up to a row's spread of scales that bfloat16 can hold.
     arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}")
+
+    def why_not_batched(self, problem: Problem) -> str:
+        """Measured in bfloat16."""
+        return BATCHED_SLOWER if problem.dtype == "bfloat16" else super().why_not_batched(problem)
 
 
 BACKEND = HopperMxfp4()

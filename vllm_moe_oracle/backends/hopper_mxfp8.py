@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..core.decision import Numerics
-from ..core.problem import MX_BLOCK
+from ..core.problem import MX_BLOCK, Problem
 from ._hopper import CAPABILITIES, HopperBackend
 
 
@@ -15,9 +15,12 @@ class HopperMxfp8(HopperBackend):
     name = "hopper_mxfp8"
     schemes = ("mxfp8",)
     capabilities = dataclasses.replace(CAPABILITIES, bits=(8,), groups=(MX_BLOCK,))
-    batched_only_by_name = ""  # vLLM has no kernels for MXFP8 in this format on Hopper
     # Exact up to a row's spread of scales that bfloat16 can hold.
     arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}")
+
+    def why_not_batched(self, problem: Problem) -> str:
+        """vLLM has no kernels for MXFP8 in this format on Hopper."""
+        return ""
 
 
 BACKEND = HopperMxfp8()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..core.decision import Numerics
-from ..core.problem import Device, Problem
+from ..core.problem import Problem
 from ._hopper import BATCHED_SLOWER, CAPABILITIES, HopperBackend
 
 
@@ -18,13 +18,12 @@ class HopperWna16(HopperBackend):
         CAPABILITIES, bits=(4, 8), groups=(-1, 32, 64, 128), zero_points=True, act_orders=("none", "static")
     )
 
-    def only_by_name(self, problem: Problem, device: Device) -> str:
-        """Measured behind a batched all-to-all: symmetric 4-bit integers in groups, in bfloat16."""
+    def why_not_batched(self, problem: Problem) -> str:
+        """Measured for symmetric 4-bit integers in groups, in bfloat16."""
         scheme = problem.scheme
-        measured = scheme.bits == 4 and scheme.group_size > 0 and not scheme.zero_points and scheme.act_order == "none"
-        if problem.parallel.is_batched and not problem.lora and measured and problem.dtype == "bfloat16":
-            return BATCHED_SLOWER
-        return super().only_by_name(problem, device)
+        plain = scheme.group_size > 0 and not scheme.zero_points and scheme.act_order == "none"
+        measured = scheme.bits == 4 and plain and problem.dtype == "bfloat16"
+        return BATCHED_SLOWER if measured else super().why_not_batched(problem)
 
     def numerics(self, problem: Problem) -> Numerics:
         """Group scales multiply float32 sums where tiles allow it, else weights, which are then rounded once."""

@@ -187,7 +187,7 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
         decision = case.decision(chosen, "static", f"{_explain_reference(case)}{note}")
         return dataclasses.replace(decision, degraded=_has_alternative(case) or bool(note))
     explanation = f"first accepted backend in the static order (vLLM {NEWEST}'s, then this project's)"
-    if _is_alone(chosen, case):
+    if len(equivalent_backends(chosen, case.candidates, named=True)) == 1:
         explanation = "no other kernel here computes the same numbers"
     choice = MeasuredChoice(chosen.backend, "")
     if measurements is not None:
@@ -210,12 +210,6 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
     return dataclasses.replace(
         decision, degraded=bool(note), measured=choice.measured, token_ranges=choice.token_ranges, tunable=tunable
     )
-
-
-def _is_alone(chosen: Candidate, case: _DecisionInput) -> bool:
-    """Whether no other kernel, asked for by name or not, runs the layer with activations of the same precision."""
-    others = [each for each in case.accepted if each.backend not in (chosen.backend, REFERENCE_BACKEND)]
-    return all(each.answers.activations != chosen.answers.activations for each in others)
 
 
 def is_final(decision: Decision, settings: Settings) -> bool:
@@ -295,7 +289,7 @@ def _with_tiles(decision: Decision, measurements: MeasurementSet | None) -> Deci
     return dataclasses.replace(decision, plan=tiled(decision.backend, decision.plan), candidates=candidates)
 
 
-def equivalent_backends(static: Candidate, candidates: tuple[Candidate, ...]) -> tuple[str, ...]:
+def equivalent_backends(static: Candidate, candidates: tuple[Candidate, ...], named: bool = False) -> tuple[str, ...]:
     """Names of the accepted candidates that compute the same numbers as the static choice, in static order.
 
     Measurements decide about speed only: a candidate that takes activations in another precision computes other
@@ -304,9 +298,11 @@ def equivalent_backends(static: Candidate, candidates: tuple[Candidate, ...]) ->
     Args:
         static: the first accepted candidate.
         candidates: all candidates, in static order.
+        named: also those that run only when they are asked for by name.
     """
     accepted = [each for each in candidates if each.accepted and each.backend != REFERENCE_BACKEND]
-    accepted = [each for each in accepted if not each.answers.only_by_name or each.backend == static.backend]
+    if not named:
+        accepted = [each for each in accepted if not each.answers.only_by_name or each.backend == static.backend]
     return tuple(each.backend for each in accepted if each.answers.activations == static.answers.activations)
 
 
