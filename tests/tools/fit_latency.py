@@ -148,14 +148,15 @@ class Design:
         heights = len(model.TILE_ROWS)
         rates, factors = torch.exp(parameters[SCALARS : SCALARS + heights]), parameters[SCALARS + heights :]
         height = torch.tensor(model.TILE_ROWS, dtype=torch.float64)
-        power, products = 1.0 + sharpness, torch.zeros_like(self.active)
+        power, tile_power = 1.0 + sharpness, model.SHARPNESS_OF_TILE_CHOICE
+        products = torch.zeros_like(self.active)
         for index in range(2):
             rows, columns = self.products[:, index].unbind(-1)
             read_rows = self.active * rows + strips * model.STRIP_ROWS
             reading = read_rows * columns * self.weight_bytes / (bandwidth * memory * 1e6) + ramp
             multiplied = height * (self.tiles * rows[:, None] + waves * model.STRIP_ROWS) * columns[:, None]
             costs = 2.0 * multiplied / (rates * rate[:, None] * 1e6)
-            multiplying = torch.exp(-torch.logsumexp(-8.0 * torch.log(costs), -1) / 8.0)
+            multiplying = torch.exp(-torch.logsumexp(-tile_power * torch.log(costs), -1) / tile_power)
             products = products + (reading**power + multiplying**power) ** (1.0 / power)
         rows, hidden = self.products[:, 0, 0], self.products[:, 0, 1]
         traffic_us = 2.0 * self.slots * (1.5 * rows + 2.0 * hidden) / (traffic * memory * 1e6)

@@ -41,7 +41,7 @@ MAX_EXTRAPOLATION = 2.0
 STRIP_ROWS = 64
 """The unit of `BackendLatency.strips` and `BackendLatency.waves`."""
 
-_SHARPNESS_OF_TILE_CHOICE = 8.0
+SHARPNESS_OF_TILE_CHOICE = 8.0
 """Exponent of the smooth minimum over tile heights. The fit needs a derivative; at 8 two equal costs count as 8 % less
 than one."""
 
@@ -64,7 +64,8 @@ class BackendLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         router_us: microseconds of top-k, where the compared times include it.
         tile_tflops: TFLOPS by height of a tile, see `TILE_ROWS`.
         factors: factor of both products' time for layers with a property, see `layer_flags`.
-        error: standard deviation of the mean logarithm of predicted over measured time of a layer of an unseen family.
+        error: root mean square of the mean logarithm of predicted over measured time of a layer, of unseen families or
+            of the fitted ones, whichever is larger.
         cell_error: the same of a single number of tokens.
         layers: number of layers that were fitted.
     """
@@ -214,7 +215,7 @@ def predict_us(
     """
     work = call_work(shape, tokens)
     factor = math.prod(backend.factors.get(name, 1.0) for name, on in layer_flags(shape).items() if on)
-    power, tile_power = 1.0 + backend.sharpness, _SHARPNESS_OF_TILE_CHOICE
+    power, tile_power = 1.0 + backend.sharpness, SHARPNESS_OF_TILE_CHOICE
     total = backend.launch_us + backend.expert_us * math.sqrt(work.active) + (backend.router_us if router else 0.0)
     for rows, columns in work.products:
         read_rows = work.active * rows + backend.strips * STRIP_ROWS
