@@ -160,7 +160,7 @@ def test_gpt_osss_experts_are_refused_in_every_packing_before_they_load(quantiza
     for each in evaluate_candidates(of(6), H200, Settings()):
         (reason,) = (reason for reason in each.reasons if reason.code == "expert_parallel.loader")
         assert "each of 6 ranks 5 of 32 experts, which leaves 2 without a rank" in reason.detail
-        assert "over 4 ranks, or tensor parallelism" in reason.remedy
+        assert "over 4 ranks, or the same ranks without --enable-expert-parallel" in reason.remedy
     with pytest.raises(NoBackendError, match="which leaves 2 without a rank"):
         decide(of(6), H200, Settings(backend="emulation"))
     for each in evaluate_candidates(of(4), H200, Settings()):
