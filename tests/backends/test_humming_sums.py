@@ -39,7 +39,7 @@ def library(release: str) -> tuple[str, Path]:
 @cache
 def probed(folder: Path) -> dict[str, dict[str, bool]]:
     """Whether products are split, by number of columns, free and with batch invariance."""
-    ended = subprocess.run([sys.executable, str(PROBE), str(folder)], capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([sys.executable, str(PROBE), str(folder)], capture_output=True, text=True, timeout=1800)
     assert ended.returncode == 0, f"{folder}: {ended.stderr[-2000:]}"
     found: dict[str, dict[str, bool]] = json.loads(ended.stdout)
     return found
@@ -65,7 +65,7 @@ WHOLE = ("0.1.12", "0.1.19")
 def tuning(folder: Path) -> dict[str, dict[str, list[Any]]]:
     """The library's configurations, by layer and product."""
     command = [sys.executable, str(PROBE), str(folder), "--tuning"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert ended.returncode == 0, f"{folder}: {ended.stderr[-2000:]}"
     found: dict[str, dict[str, list[Any]]] = json.loads(ended.stdout)
     return found

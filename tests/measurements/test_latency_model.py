@@ -68,19 +68,22 @@ def test_expected_tiles_are_those_of_a_binomial_distribution(draws: int, chance:
     assert latency_model._expected_tiles(draws, chance, height) == pytest.approx(exact, rel=1e-6)
 
 
-@pytest.mark.parametrize(("experts", "local", "top_k"), [(8, 1, 2), (8, 2, 2), (16, 2, 1), (128, 16, 8), (64, 64, 6)])
+@pytest.mark.parametrize(
+    ("experts", "local", "top_k"),
+    [(8, 1, 2), (8, 2, 2), (16, 2, 1), (128, 16, 8), (64, 64, 6), (160, 1, 8), (160, 2, 8), (512, 32, 10)],
+)
 @pytest.mark.parametrize("tokens", [1, 4, 16, 200])
 def test_active_experts_are_those_of_routings_that_give_a_rank_its_slots(
     experts: int, local: int, top_k: int, tokens: int
 ) -> None:
     shape = kernel_shape_of(dataclasses.replace(PLAIN, num_experts=experts, local_experts=local, top_k=top_k))
     work = latency_model.call_work(shape, tokens)
-    assert work.slots == pytest.approx(max(1.0, tokens * top_k * local / experts))
+    assert work.slots == max(1, round(tokens * top_k * local / experts))
     generator, found = torch.Generator().manual_seed(0), []
     while len(found) < 300:
         ids = torch.rand(256, tokens, experts, generator=generator).topk(top_k, dim=-1).indices
         hits = torch.nn.functional.one_hot(ids, experts).sum((1, 2))[:, :local]
-        kept = hits[hits.sum(-1) == round(work.slots)]
+        kept = hits[hits.sum(-1) == work.slots]
         found += (kept > 0).sum(-1).tolist()
     # Three hundred draws know the mean to 6 % of a deviation, which is at most half of the experts.
     assert work.active == pytest.approx(sum(found) / len(found), abs=0.1 + 0.05 * local)
@@ -165,18 +168,33 @@ def test_another_card_of_the_family_is_predicted_with_more_error() -> None:
     fitted = latency_model.predict(shape, known_device("nvidia-h100"), names, False)
     there = latency_model.predict(shape, known_device("nvidia-h100-pcie"), names, False)
     assert fitted.errors == here.errors and all(there.errors[name] > here.errors[name] for name in names)
+    assert 0 < here.ratio_error(*names) == fitted.ratio_error(*names) < there.ratio_error(*names)
     times = [each.times["hopper_mxfp8"]["uniform"][1] for each in (here, fitted, there)]
     assert times == sorted(times) and len(set(times)) == 3  # the less bandwidth, the slower
 
 
 def test_a_prediction_must_exceed_its_error() -> None:
-    assert required_saving(0.03, {}, "a", "b") == pytest.approx(0.03)
-    assert required_saving(0.03, {"a": 0.03, "b": 0.04}, "a", "b") == pytest.approx(1 - 0.97 * math.exp(-0.05))
+    assert required_saving(0.03, 0.0) == pytest.approx(0.03)
+    assert required_saving(0.03, 0.05) == pytest.approx(1 - 0.97 * math.exp(-0.05))
+    independent = MeasurementSet(errors={"a": 0.03, "b": 0.04})
+    assert independent.ratio_error("a", "b") == pytest.approx(0.05)
+    assert independent.ratio_error("b", "c") == 0.04 and independent.ratio_error("c", "d") == 0.0
     counts = latency_model.TOKENS
     times = {"a": {"uniform": dict.fromkeys(counts, 100.0)}, "b": {"uniform": dict.fromkeys(counts, 90.0)}}
     for error, winner in ((0.0, "b"), (0.05, "b"), (0.1, "a")):
         found = MeasurementSet(times, "somewhere", errors={"b": error} if error else {})
         assert choose_fastest(found, ["a", "b"], parse_objective("balanced"), 0.03).backend == winner
+
+
+@pytest.mark.parametrize(("ratio_error", "winner"), [(0.05, "b"), (0.1, "a")])
+def test_the_error_of_a_ratio_is_that_of_the_pair(ratio_error: float, winner: str) -> None:
+    counts = latency_model.TOKENS
+    times = {name: {"uniform": dict.fromkeys(counts, us)} for name, us in (("a", 100.0), ("b", 90.0))}
+    found = MeasurementSet(
+        times, "somewhere", errors={"a": 0.07, "b": 0.07}, ratio_errors={frozenset("ab"): ratio_error}
+    )
+    choice = choose_fastest(found, ["a", "b"], parse_objective("balanced"), 0.03)
+    assert choice.backend == winner and choice.measured is not None and choice.measured.ratio_error == ratio_error
 
 
 def test_a_large_error_does_not_hide_a_sure_gain() -> None:

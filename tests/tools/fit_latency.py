@@ -2,21 +2,21 @@
 
     python -m tests.tools.fit_latency            prints the errors
     python -m tests.tools.fit_latency --write    also writes profiles/latency_model.json; takes some minutes
-    python -m tests.tools.fit_latency --holdout  fits the layers of shapes.json only, and decides the others by that
-
     python -m tests.tools.fit_latency --transfer fits the times of one GPU only, and predicts those of the others
     python -m tests.tools.fit_latency --families leaves out one model family after the other, and decides its layers by
                                                  the rest
 
-Reads the shipped profiles of `GPUS` and `tests/golden/h200/unlisted-*.jsonl` (`tests.gpu.unlisted_layers`). Parameters
-are positive, so their logarithms are fitted, by Levenberg-Marquardt with a Huber-like weight on the logarithm of
-predicted over measured time. A weak prior holds parameters that a backend's times do not determine. Errors are from
-fits that leave out one model family (number of experts and hidden size) at a time, on all GPUs.
+Reads the shipped profiles of `GPUS` and `tests/golden/h200/unlisted-*.jsonl` (`tests.gpu.unlisted_layers`), without
+backends whose kernels have changed since. Parameters are positive, so their logarithms are fitted, by
+Levenberg-Marquardt with a Huber-like weight on the logarithm of predicted over measured time. A weak prior holds
+parameters that a backend's times do not determine. Errors are from fits that leave out one model family (number of
+experts and hidden size) at a time, on all GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +34,9 @@ from vllm_moe_oracle.devices.catalog import find_spec
 from vllm_moe_oracle.measurements import latency_model as model
 from vllm_moe_oracle.measurements import model_shapes, profile
 from vllm_moe_oracle.measurements.bench_records import read_samples
+from vllm_moe_oracle.measurements.environment import kernel_sources_hash
 from vllm_moe_oracle.measurements.kernel_shape import KernelShape, kernel_shape_of
+from vllm_moe_oracle.measurements.lookup import release_errors
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.settings import Settings
@@ -45,18 +47,17 @@ FREELY_ROUTED = ("unlisted-1-", "unlisted-2-")
 """Files of the benchmark from before `random_weights` gave a rank the slots that are expected."""
 SETTLED_SLOTS = 32
 """Expected slots of a rank from which on a free draw is near enough to them."""
-UNLISTED_SHAPES = frozenset(map(kernel_shape_of, LAYERS))
 GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 """GPUs whose times are fitted. The parameters are those of the first."""
 FLAGS = tuple(model.layer_flags(kernel_shape_of(LAYERS[0])))
 SIZES = ("num_experts", "local_experts", "top_k", "hidden_size", "intermediate_size")
 PRIOR = torch.tensor(
-    [math.log(each) for each in (8.0, 3.5, 2.0, 30.0, 100.0, 1.0, 3.0, 0.2, 4.0, 60.0, 120.0, 240.0, 400.0, 550.0)]
+    [math.log(each) for each in (8.0, 3.5, 2.0, 30.0, 100.0, 1.0, 3.0, 0.2, 4.0, 3.0, 60.0, 120.0, 240.0, 400.0, 550.0)]
     + [0.0] * len(FLAGS),
     dtype=torch.float64,
 )
 """Logarithms of the parameters in the order of `BackendLatency`: values of the right magnitude for a Hopper card."""
-SCALARS = 9
+SCALARS = 10
 """How many parameters come before the rates."""
 PRIOR_WEIGHT = 0.03
 SIBLING_WEIGHT = 0.1
@@ -67,6 +68,10 @@ OUTLIER = 0.08
 MIN_FAMILIES = 2
 MAX_ERROR = 0.3
 """A backend whose layers' mean time is predicted worse is not predicted. Below, its error enters the choice."""
+
+
+Layer = tuple[KernelShape, str]
+"""A layer on a GPU."""
 
 
 class Row(NamedTuple):
@@ -84,17 +89,12 @@ class Row(NamedTuple):
         return self.shape.num_experts, self.shape.hidden_size
 
 
-def read_rows(unlisted: bool = True, gpus: Sequence[str] = GPUS) -> list[Row]:
-    """The measured times of some GPUs, each once: a profile may have taken the times of a benchmark.
-
-    Args:
-        unlisted: also those of layers that shapes.json does not list, wherever they stand.
-        gpus: their names.
-    """
+def read_rows(gpus: Sequence[str] = GPUS) -> list[Row]:
+    """The measured times of some GPUs, each once: a profile may have taken the times of a benchmark."""
     rows: dict[tuple[str, KernelShape, str, int], Row] = {}
 
     def add(row: Row) -> None:
-        if _is_fitted(row.shape) and (unlisted or row.shape not in UNLISTED_SHAPES):
+        if _is_fitted(row.shape):
             rows.setdefault((row.gpu, row.shape, row.backend, row.tokens), row)
 
     for each in profile.shipped():
@@ -105,11 +105,18 @@ def read_rows(unlisted: bool = True, gpus: Sequence[str] = GPUS) -> list[Row]:
                 for tokens, (us, *_) in times.times.get("uniform", {}).items():
                     add(Row(entry.kernel_shape, name, int(tokens), us, times.router, each.environment.gpu))
     for path in UNLISTED if GPUS[0] in gpus else ():
-        for shape, samples in read_samples(path)[2].items():
+        there, _, found = read_samples(path)
+        here = msgspec.structs.replace(there, kernels=kernel_sources_hash())
+        changed, _ = release_errors({each.backend for samples in found.values() for each in samples}, there, here)
+        for shape, samples in found.items():
             for sample in samples:
                 row = Row(shape, sample.backend, sample.tokens, sample.us, sample.router)
                 free = path.name.startswith(FREELY_ROUTED) and shape.expert_parallel
-                if not sample.failure and not (free and model.call_work(shape, row.tokens).slots < SETTLED_SLOTS):
+                if (
+                    not sample.failure
+                    and sample.backend not in changed
+                    and not (free and model.call_work(shape, row.tokens).slots < SETTLED_SLOTS)
+                ):
                     add(row)
     return list(rows.values())
 
@@ -134,6 +141,7 @@ class Design:
         tensor = lambda values: torch.tensor(values, dtype=torch.float64)  # noqa: E731
         self.log_us = tensor([math.log(row.us) for row in rows])
         self.router = tensor([float(row.router) for row in rows])
+        self.expert_parallel = tensor([float(row.shape.expert_parallel) for row in rows])
         self.active, self.slots = tensor([each.active for each in work]), tensor([each.slots for each in work])
         self.weight_bytes = tensor([each.weight_bytes for each in work])
         self.tiles = tensor([each.tiles for each in work])
@@ -143,7 +151,8 @@ class Design:
 
     def log_ratio(self, parameters: Tensor) -> Tensor:
         """Logarithms of predicted over measured time: `latency_model.predict_us` for all rows at once."""
-        launch, bandwidth, ramp, strips, waves, sharpness, traffic, expert, router = torch.exp(parameters[:SCALARS])
+        scalars = torch.exp(parameters[:SCALARS])
+        launch, bandwidth, ramp, strips, waves, sharpness, traffic, expert, router, expert_parallel = scalars
         memory, rate = self.scaling.unbind(-1)
         heights = len(model.TILE_ROWS)
         rates, factors = torch.exp(parameters[SCALARS : SCALARS + heights]), parameters[SCALARS + heights :]
@@ -161,7 +170,8 @@ class Design:
         rows, hidden = self.products[:, 0, 0], self.products[:, 0, 1]
         traffic_us = 2.0 * self.slots * (1.5 * rows + 2.0 * hidden) / (traffic * memory * 1e6)
         total = products * torch.exp(self.flags @ factors) + launch + expert * self.active.sqrt()
-        return torch.log(total + router * self.router + traffic_us) - self.log_us
+        total = total + router * self.router + expert_parallel * self.expert_parallel
+        return torch.log(total + traffic_us) - self.log_us
 
 
 def fit(design: Design, prior: Tensor = PRIOR, prior_weight: float = PRIOR_WEIGHT) -> Tensor:
@@ -194,29 +204,73 @@ def fit(design: Design, prior: Tensor = PRIOR, prior_weight: float = PRIOR_WEIGH
     return parameters
 
 
-def fit_backend(rows: Sequence[Row], prior: Tensor, prior_weight: float) -> model.BackendLatency:
+class Fitted(NamedTuple):
+    """A backend's parameters, and how far its times are from predictions.
+
+    Attributes:
+        latency: the parameters from all of its times.
+        unseen: logarithms of predicted over measured time by layer and number of tokens, each by a fit that left out
+            the layer's family.
+        seen: the same by the fit to all.
+    """
+
+    latency: model.BackendLatency
+    unseen: dict[Layer, dict[int, float]]
+    seen: dict[Layer, dict[int, float]]
+
+
+def fit_backend(rows: Sequence[Row], prior: Tensor, prior_weight: float) -> Fitted:
     """The parameters from all rows, and the errors of families that a fit did not see.
 
     A layer's error is at least that of the layers that the fit did see: outliers count little in a fit, in full here.
     """
-
-    def means(part: Sequence[Row], ratio: Tensor) -> list[Tensor]:
-        layers = [(row.shape, row.gpu) for row in part]
-        return [ratio[torch.tensor([each == layer for each in layers])].mean() for layer in set(layers)]
-
-    layer_means, cells = [], []
+    unseen: dict[Layer, dict[int, float]] = {}
     for family in sorted({row.family for row in rows}):
         inside = [row for row in rows if row.family == family]
-        parameters = fit(Design([row for row in rows if row.family != family]), prior, prior_weight)
-        ratio = Design(inside).log_ratio(parameters)
-        cells.append(ratio)
-        layer_means += means(inside, ratio)
-    design = Design(rows)
-    parameters = fit(design, prior, prior_weight)
-    squares = [torch.stack(each).square().mean() for each in (layer_means, means(rows, design.log_ratio(parameters)))]
-    error = math.ceil(1e4 * max(squares).sqrt().item()) / 1e4
-    cell_error = round(torch.cat(cells).square().mean().sqrt().item(), 4)
-    return _latency(parameters, error, cell_error, len({row.shape for row in rows}))
+        unseen |= _log_ratios(inside, fit(Design([row for row in rows if row.family != family]), prior, prior_weight))
+    parameters = fit(Design(rows), prior, prior_weight)
+    seen = _log_ratios(rows, parameters)
+    error = max(_mean_error(each.values()) for each in (unseen, seen))
+    cell_error = _rms([value for layer in unseen.values() for value in layer.values()])
+    latency = _latency(parameters, _rounded_up(error), round(cell_error, 4), len({row.shape for row in rows}))
+    return Fitted(latency, unseen, seen)
+
+
+def ratio_errors(fitted: dict[str, Fitted]) -> tuple[tuple[str, str, float], ...]:
+    """The errors of the ratios of two backends' times, of pairs with common layers of `MIN_FAMILIES` families."""
+    found = []
+    for (one, here), (other, there) in itertools.combinations(sorted(fitted.items()), 2):
+        families = {(shape.num_experts, shape.hidden_size) for shape, _ in here.unseen.keys() & there.unseen.keys()}
+        if len(families) >= MIN_FAMILIES:
+            errors = [
+                _mean_error(
+                    {count: first[layer][count] - second[layer][count] for count in first[layer] & second[layer].keys()}
+                    for layer in first.keys() & second.keys()
+                )
+                for first, second in ((here.unseen, there.unseen), (here.seen, there.seen))
+            ]
+            found.append((one, other, _rounded_up(max(errors))))
+    return tuple(found)
+
+
+def _log_ratios(rows: Sequence[Row], parameters: Tensor) -> dict[Layer, dict[int, float]]:
+    found: dict[Layer, dict[int, float]] = {}
+    for row, ratio in zip(rows, Design(rows).log_ratio(parameters).tolist(), strict=True):
+        found.setdefault((row.shape, row.gpu), {})[row.tokens] = ratio
+    return found
+
+
+def _mean_error(layers: Iterable[dict[int, float]]) -> float:
+    """The root mean square of the layers' means."""
+    return _rms([math.fsum(each.values()) / len(each) for each in layers if each])
+
+
+def _rms(values: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(value * value for value in values) / len(values))
+
+
+def _rounded_up(value: float) -> float:
+    return math.ceil(1e4 * value) / 1e4
 
 
 def _latency(parameters: Tensor, error: float, cell_error: float, layers: int) -> model.BackendLatency:
@@ -239,17 +293,17 @@ def _prior_of(name: str, rows: Sequence[Row]) -> tuple[Tensor, float]:
     return fit(Design([row for row in rows if row.backend == SIBLINGS[name]])), SIBLING_WEIGHT
 
 
-def fit_all(rows: Sequence[Row]) -> dict[str, model.BackendLatency]:
+def fit_all(rows: Sequence[Row]) -> dict[str, Fitted]:
     fitted = {}
     for name in sorted({row.backend for row in rows}):
         own = [row for row in rows if row.backend == name]
         if len({row.family for row in own}) < MIN_FAMILIES:
             continue
         found = fit_backend(own, *_prior_of(name, rows))
-        used = "" if found.error <= MAX_ERROR else "   not used"
+        used = "" if found.latency.error <= MAX_ERROR else "   not used"
         print(
-            f"{name:26s} {found.layers:3d} layers, {len(own):4d} times: layer {found.error:.1%}, "
-            f"time {found.cell_error:.1%}{used}",
+            f"{name:26s} {found.latency.layers:3d} layers, {len(own):4d} times: layer {found.latency.error:.1%}, "
+            f"time {found.latency.cell_error:.1%}{used}",
             flush=True,
         )
         if not used:
@@ -280,7 +334,7 @@ def compare_choices(
         rivals = [name for name in names if default_registry()[name].activations(problem) == precision]
         for tokens in sorted({tokens for _, tokens in measured}):
             times = {name: measured[name, tokens] for name in rivals if (name, tokens) in measured}
-            if decision.why == "predicted" and static in times and len(times) > 1:
+            if decision.why == "predicted" and len(times) > 1 and times.keys() >= found.backends.keys() & set(rivals):
                 us = times[decision.backend]
                 cells.append((us / min(times.values()), times[static] / us))
                 behind = max(behind, cells[-1][0])
@@ -353,14 +407,14 @@ def _device(found: model.LatencyModel, gpu: str) -> Device:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--holdout", action="store_true")
     parser.add_argument("--transfer", action="store_true")
     parser.add_argument("--families", action="store_true")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    gpus = GPUS[:1] if options.transfer or options.holdout else GPUS
-    rows = read_rows(unlisted=not options.holdout, gpus=gpus)
+    gpus = GPUS[:1] if options.transfer else GPUS
+    rows = read_rows(gpus)
     shapes = {row.shape for row in rows}
+    fitted = fit_all(rows)
     source = next(each for each in profile.shipped() if each.environment.gpu == GPUS[0])
     found = model.LatencyModel(
         environment=source.environment,
@@ -371,14 +425,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             + ", ".join(path.name for path in UNLISTED),
         },
         sizes={name: _range(getattr(shape, name) for shape in shapes) for name in SIZES},
-        backends=fit_all(rows),
+        backends={name: each.latency for name, each in fitted.items()},
+        ratio_errors=ratio_errors(fitted),
     )
-    if options.holdout:
-        report(compare_choices(found, LAYERS, read_rows(gpus=gpus), GPUS[0]))
-    elif options.families:
+    if options.families:
         report_families(found, rows)
     elif options.transfer:
-        report_transfer(found, read_rows(gpus=GPUS[1:]))
+        report_transfer(found, read_rows(GPUS[1:]))
     elif options.write:
         text = msgspec.json.format(msgspec.json.encode(found), indent=1)
         Path(model.__file__).parents[1].joinpath("profiles/latency_model.json").write_bytes(text + b"\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -199,6 +198,8 @@ class MeasuredOutcome:
         source: where the measurements come from.
         comparison_base: the first backend of the static order that was measured: the static choice where it was.
         time_saved: fraction of the base's time that the winner saves, over the objective; 0 when the base won.
+        ratio_error: standard deviation of the logarithm of the base's mean time over that of the candidate that was
+            compared with it; 0 when both were measured.
         fastest: the fastest candidate at each measured number of tokens.
         slower_at: where another candidate saves more of the winner's time than the setting `min_time_saving`: the
             number of tokens, the other candidate, and the fraction of the winner's time that it saves.
@@ -218,16 +219,12 @@ class MeasuredOutcome:
     remarks: tuple[str, ...] = ()
     errors: tuple[tuple[str, float], ...] = ()
     filled: tuple[FilledTimes, ...] = ()
+    ratio_error: float = 0.0
 
     @property
     def is_predicted(self) -> bool:
         """Whether the choice depends on predicted times."""
         return bool(self.errors or self.filled)
-
-    def error_of(self, backend: str) -> float:
-        """Standard deviation of the logarithm of a candidate's mean time over the objective; 0 when it was measured."""
-        filled = (each.error for each in self.filled if each.backend == backend)
-        return math.hypot(dict(self.errors).get(backend, 0.0), *filled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,14 @@ The time of a call is a sum over both products, each a smooth maximum of two tim
   and a start of each product that is in proportion to the length of its rows;
 * multiplying, in tiles of 8 to 128 rows: under uniform routing an expert's rows are binomially distributed, an expert
   computes whole tiles, a wave of blocks takes its time however few they are, and the backend takes the cheapest height;
-* activations written and read between the products; launches; a cost that grows with the square root of the experts.
+* activations written and read between the products; launches; a cost that grows with the square root of the experts;
+  with expert parallelism, finding this rank's experts.
 
 Parameters are fitted per backend (``python -m tests.tools.fit_latency``) to measured times of GPUs of one capability.
 They are those of the first; on another one bandwidths scale with its memory's and rates with its bfloat16 peak. Each
 backend's error is the root mean square, over layers of model families that the fit did not see, of the mean logarithm
-of predicted over measured time. Nothing here imports torch or vLLM.
+of predicted over measured time. Two backends' times are often wrong together, by the experts that a call happens to
+reach for one, so the error of their ratio is of the ratio. Nothing here imports torch or vLLM.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ class BackendLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         traffic_tb_s: TB/s of activations.
         expert_us: microseconds times the square root of the experts with a token.
         router_us: microseconds of top-k, where the compared times include it.
+        expert_parallel_us: microseconds of a call with expert parallelism beside the work of the rank's own experts.
         tile_tflops: TFLOPS by height of a tile, see `TILE_ROWS`.
         factors: factor of both products' time for layers with a property, see `layer_flags`.
         error: root mean square of the mean logarithm of predicted over measured time of a layer, of unseen families or
@@ -79,6 +82,7 @@ class BackendLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     traffic_tb_s: float
     expert_us: float
     router_us: float
+    expert_parallel_us: float
     tile_tflops: tuple[float, ...]
     factors: dict[str, float]
     error: float
@@ -95,6 +99,7 @@ class LatencyModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         conditions: the command that fitted, and what it read.
         sizes: smallest and largest fitted value of each size of a `KernelShape`.
         backends: parameters by backend.
+        ratio_errors: as `BackendLatency.error`, of the ratio of two backends' times.
     """
 
     environment: Environment
@@ -102,6 +107,7 @@ class LatencyModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     conditions: dict[str, str]
     sizes: dict[str, tuple[int, int]]
     backends: dict[str, BackendLatency]
+    ratio_errors: tuple[tuple[str, str, float], ...]
 
     @property
     def source(self) -> str:
@@ -124,7 +130,6 @@ def layer_flags(shape: KernelShape) -> dict[str, bool]:
         "int8": integers and shape.bits == 8,
         "small_groups": integers and 0 < shape.group_size <= MX_BLOCK,
         "bias": shape.has_bias,
-        "expert_parallel": shape.expert_parallel,
         "ungated": not shape.gated,
     }
 
@@ -134,14 +139,14 @@ class CallWork(msgspec.Struct, frozen=True):
 
     Attributes:
         active: expected experts with a token.
-        slots: expected (token, expert) pairs on this rank.
+        slots: (token, expert) pairs on this rank.
         products: rows and columns of the weights of both products.
         weight_bytes: bytes of one weight with its share of scales and zero points.
         tiles: expected tiles of all experts, by height; see `TILE_ROWS`.
     """
 
     active: float
-    slots: float
+    slots: int
     products: tuple[tuple[int, int], tuple[int, int]]
     weight_bytes: float
     tiles: tuple[float, ...]
@@ -150,8 +155,8 @@ class CallWork(msgspec.Struct, frozen=True):
 def call_work(shape: KernelShape, tokens: int) -> CallWork:
     """The work of one call under uniform routing.
 
-    A rank gets as many slots as are expected, and one at least, as calls are timed (`measuring.random_weights`). One
-    token's experts differ, those of different tokens are independent. So the rows of an expert are binomially
+    A rank gets as many whole slots as are expected, and one at least, as calls are timed (`measuring.random_weights`).
+    One token's experts differ, those of different tokens are independent. So the rows of an expert are binomially
     distributed, over tokens where a token is expected to go to more than one expert of the rank, else over its slots.
     """
     rows = (2 if shape.gated else 1) * shape.intermediate_size
@@ -161,9 +166,9 @@ def call_work(shape: KernelShape, tokens: int) -> CallWork:
     else:
         scale_bytes = 1.0 / MX_BLOCK
     local = shape.local_experts
-    per_token = max(1.0, shape.top_k * local / shape.num_experts)
-    slots = max(1.0, tokens * shape.top_k * local / shape.num_experts)
-    draws = max(1, round(slots / per_token))
+    per_token = shape.top_k * local / shape.num_experts
+    slots = max(1, round(tokens * per_token))
+    draws = tokens if per_token > 1.0 else slots
     chance = min(1.0, slots / draws / local)
     return CallWork(
         active=local * (1.0 - (1.0 - chance) ** draws),
@@ -216,7 +221,8 @@ def predict_us(
     work = call_work(shape, tokens)
     factor = math.prod(backend.factors.get(name, 1.0) for name, on in layer_flags(shape).items() if on)
     power, tile_power = 1.0 + backend.sharpness, SHARPNESS_OF_TILE_CHOICE
-    total = backend.launch_us + backend.expert_us * math.sqrt(work.active) + (backend.router_us if router else 0.0)
+    total = backend.launch_us + backend.expert_us * math.sqrt(work.active)
+    total += (backend.router_us if router else 0.0) + (backend.expert_parallel_us if shape.expert_parallel else 0.0)
     for rows, columns in work.products:
         read_rows = work.active * rows + backend.strips * STRIP_ROWS
         reading = read_rows * columns * work.weight_bytes / (backend.bandwidth_tb_s * bandwidth * 1e6)
@@ -299,7 +305,12 @@ def predict(
     farther = 1.0 if fitted else math.sqrt(2.0)
     errors = {name: each.error * farther for name, each in known.items()}
     cell_errors = {name: each.cell_error * farther for name, each in known.items()}
-    return MeasurementSet(times, model.source, errors=errors, cell_errors=cell_errors)
+    ratio_errors = {
+        frozenset((one, other)): error * farther
+        for one, other, error in model.ratio_errors
+        if one in known and other in known
+    }
+    return MeasurementSet(times, model.source, errors=errors, ratio_errors=ratio_errors, cell_errors=cell_errors)
 
 
 def _required_spec(name: str) -> DeviceSpec:

@@ -113,7 +113,7 @@ def _usable_here(
         remarks: on earlier sources.
     """
     times = {backend: each for backend, each in measured.times.items() if backend not in failures}
-    errors, changed = _release_errors(times, valid.environment, here)
+    errors, changed = release_errors(times, valid.environment, here)
     said = [f"measured with {', '.join(valid.differences)}"] * bool(valid.differences) + changed + remarks
     tiles = measured.tiles
     if tiles and not environment.same_kernel_code(valid.environment, here):
@@ -122,7 +122,7 @@ def _usable_here(
     return MeasurementSet(times, measured.source, {**failures, **measured.failures}, tuple(said), tiles, errors)
 
 
-def _release_errors(names: Iterable[str], there: Environment, here: Environment) -> tuple[dict[str, float], list[str]]:
+def release_errors(names: Iterable[str], there: Environment, here: Environment) -> tuple[dict[str, float], list[str]]:
     """Errors of the times of backends whose kernels are other code here than where they were measured, and what
     changed."""
     registry = default_registry()

@@ -113,7 +113,7 @@ def _over_stock_kernel(decision: Decision, registry: Registry) -> StockGain | No
     if base != _static_choice(decision) or not registry[base].stock_class:
         return None
     kind: Literal["measured", "predicted"] = "measured" if decision.why == "measured" else "predicted"
-    error = math.hypot(*map(outcome.error_of, (base, decision.backend))) if kind == "predicted" else None
+    error = outcome.ratio_error if kind == "predicted" else None
     stock = f"{base}, stock vLLM's kernel,"
     return StockGain(kind, 1 / (1 - outcome.time_saved), outcome.objective, stock, outcome.source, error)
 

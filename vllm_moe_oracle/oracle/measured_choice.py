@@ -172,11 +172,15 @@ def choose_fastest(
     routings = _compared_routings(found.curves, objective)
     scores = {name: curve.score(objective, routings) for name, curve in found.curves.items()}
     filled = _filled_errors(measurements, found.curves, objective, routings)
-    errors = {name: math.hypot(measurements.errors.get(name, 0.0), filled.get(name, 0.0)) for name in scores}
+    errors = {
+        name: math.hypot(measurements.ratio_error(base, name), filled.get(base, 0.0), filled.get(name, 0.0))
+        for name in scores
+        if name != base
+    }
     # The fastest that saves enough, else the fastest; ties go to the first in static order.
     by_time = sorted(scores, key=lambda name: scores[name])
     savings = {name: 1.0 - math.exp(scores[name] - scores[base]) for name in by_time}
-    limits = {name: required_saving(min_time_saving, errors, base, name) for name in by_time}
+    limits = {name: required_saving(min_time_saving, errors.get(name, 0.0)) for name in by_time}
     better = [name for name in by_time if name != base and savings[name] > limits[name]]
     fastest = (better or by_time)[0]
     winner = fastest if better else base
@@ -189,7 +193,7 @@ def choose_fastest(
         for name, error in filled.items()
         if name == base or scores[name] - _CONTENDER_ERRORS * error <= scores[winner]
     ]
-    outcome = dataclasses.replace(outcome, filled=tuple(contenders))
+    outcome = dataclasses.replace(outcome, filled=tuple(contenders), ratio_error=errors.get(fastest, 0.0))
     explanation = _explain(winner, static, fastest, saving, needed, outcome)
     # Two backends share a layer for a few percent at some numbers of tokens, which predictions do not resolve.
     can_share = _never if outcome.is_predicted else can_share
@@ -199,16 +203,13 @@ def choose_fastest(
     return MeasuredChoice(winner, explanation, outcome, token_ranges)
 
 
-def required_saving(min_time_saving: float, errors: Mapping[str, float], one: str, other: str) -> float:
+def required_saving(min_time_saving: float, ratio_error: float) -> float:
     """The fraction of one candidate's time that another must save to replace it.
 
     Args:
         min_time_saving: the setting of that name.
-        errors: standard deviations of the logarithms of predicted times, by candidate.
-        one: the candidate that stays otherwise.
-        other: the candidate that would replace it.
+        ratio_error: standard deviation of the logarithm of the ratio of their times; 0 where both were measured.
     """
-    ratio_error = math.hypot(errors.get(one, 0.0), errors.get(other, 0.0))
     return 1.0 - (1.0 - min_time_saving) * math.exp(-ratio_error)
 
 
