@@ -16,8 +16,6 @@ from vllm_moe_oracle.backends._padding import interleave_rows, pad_expert
 from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.core.problem import Activation, Problem
 
-pytest.importorskip("triton")
-
 
 @pytest.fixture(params=release_params(*RELEASES))
 def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:

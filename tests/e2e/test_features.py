@@ -17,8 +17,6 @@ import torch
 from tests.lib import checkpoints, reference, vllm_runner
 from tests.lib.served import LAYERS, LOGIT, Expected, Results, assert_says, tolerance
 
-pytest.importorskip("vllm", reason="models are served")
-
 pytestmark = pytest.mark.full
 
 PROMPT = [*range(5, 25), *range(5, 25)]

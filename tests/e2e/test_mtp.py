@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="models are served")
-
 from tests.gpu import ranks
 from tests.lib import checkpoints, reference
 from tests.lib.served import PROMPT

@@ -9,8 +9,6 @@ import pytest
 
 from tests.lib import checkpoints, distributions, vllm_runner
 
-pytest.importorskip("vllm", reason="models are served")
-
 pytestmark = pytest.mark.full
 
 PLUGIN = '''

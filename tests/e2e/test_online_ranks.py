@@ -11,8 +11,6 @@ import pytest
 from tests.lib import checkpoints, reference, vllm_runner
 from tests.lib.served import PROMPT, assert_says, job, tolerance
 
-pytest.importorskip("vllm", reason="models are served")
-
 pytestmark = pytest.mark.full
 
 TOKENS = 4

@@ -16,8 +16,6 @@ import pytest
 from tests.lib import checkpoints, distributions, reference, vllm_runner
 from tests.lib.served import PROMPT, assert_says, job, tolerance
 
-pytest.importorskip("vllm", reason="models are served")
-
 pytestmark = pytest.mark.full
 
 TOKENS = 4

@@ -15,12 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.lib import method_layers as memory
+from tests.lib import stock_code
 from tests.lib.fake_layout import Permuted
 from tests.lib.releases import DEFAULT_RELEASE, ReleaseUnavailable
-
-pytest.importorskip("vllm", reason="the method is a subclass of vLLM's")
-
-from tests.lib import stock_code
 from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.releases.supported import NEWEST
