@@ -11,8 +11,6 @@ import torch
 from tests.lib import checkpoints, vllm_runner
 from tests.lib.served import Results, job
 
-pytestmark = pytest.mark.full
-
 EXPERT = "model.layers.1.mlp.experts.3."
 
 

@@ -12,8 +12,6 @@ from tests.gpu import ranks
 from tests.lib import checkpoints, reference
 from tests.lib.served import PROMPT
 
-pytestmark = pytest.mark.full
-
 TOKENS = 12
 
 
