@@ -26,8 +26,8 @@ NOT_ASKED_BY_STOCK = frozenset(
 numbers there: the class ignores what the reason names. Padded experts do not."""
 
 PADDED_BY_STOCK = frozenset({"group.intermediate", "alignment.intermediate"})
-"""Codes that do not hold for stock in MXFP4: its methods round the intermediate size up for every class. In MXFP8 and in
-integers they refuse such sizes."""
+"""Codes that do not hold for stock in MXFP4: its methods round the intermediate size up for every class. In MXFP8 and
+in integers they refuse such sizes."""
 
 NOT_LOADED_BY_VLLM = frozenset({"expert_parallel.loader"})
 """Codes of reasons that hold for stock vLLM, too: its code of the model cannot fill the layer's weights, whatever runs
