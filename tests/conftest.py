@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import os
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,27 @@ settings.register_profile(
     "repeatable", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+
+
+NEED_VLLM = ("e2e", "measuring", "methods")
+"""Folders whose tests all need vLLM, also where a module imports none of it."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A module that imports torch, Triton or vLLM is skipped where they are not installed."""
+    report = yield
+    call = getattr(report, "call", None)
+    cause = None if call is None or call.excinfo is None else call.excinfo.value.__cause__
+    missing = cause.name or "" if isinstance(cause, ModuleNotFoundError) else ""
+    if isinstance(collector, pytest.Module) and collector.path.parent.name in NEED_VLLM:
+        missing = missing or ("" if importlib.util.find_spec("vllm") else "vllm")
+    if missing.partition(".")[0] in ("torch", "triton", "vllm"):
+        report.outcome, report.result = "skipped", []
+        report.longrepr = (str(collector.path), 0, f"Skipped: needs {missing}")
+    return report
 
 
 def pytest_collection_finish() -> None:

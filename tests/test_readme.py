@@ -28,6 +28,11 @@ def test_a_generated_part_is_up_to_date(page: str, name: str) -> None:
     assert readme_sections.part(text, name) == made, "run: python -m tests.tools.generate --write"
 
 
+def test_a_page_without_the_marks_of_a_part_is_an_error() -> None:
+    with pytest.raises(ValueError, match="there is no one part <!-- gain -->"):
+        readme_sections.with_part("<!-- gain -->\n<!-- gain -->\n<!-- /gain -->", "gain", "")
+
+
 def test_page_one_is_short_and_begins_with_a_picture() -> None:
     lines = TEXT.splitlines()
     assert len(lines) <= 150

@@ -82,7 +82,7 @@ def reserve_dir() -> None:
         return
     parent = tempfile.gettempdir()
     _remove_stale(parent)
-    # A name that nobody else can have created in advance.
+    # A name that no other process can have created before.
     folder = os.path.join(parent, f"{_PREFIX}{secrets.token_hex(8)}")
     settings.set_records_dir(folder)
     atexit.register(_remove_if_owner, folder, os.getpid())

@@ -162,7 +162,7 @@ def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return original(self, *args, **kwargs)
     except Exception as error:
-        if "vllm_moe_oracle.methods.rank_agreement" in sys.modules:  # else no layer is ours, and nobody waits
+        if "vllm_moe_oracle.methods.rank_agreement" in sys.modules:  # else no layer is ours, and no rank waits
             from .methods import rank_agreement
 
             rank_agreement.notify_load_failure(error)

@@ -18,7 +18,7 @@ import torch
 
 from tests.lib.cases import problem
 from tests.lib.humming_probe import LAYERS, SMS
-from tests.lib.releases import ReleaseUnavailable, humming, some_releases, sources
+from tests.lib.releases import humming, some_releases, sources
 from vllm_moe_oracle.backends._humming import accumulation, limit_k_splits
 from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.core.problem import Activation, Parallel
@@ -26,14 +26,6 @@ from vllm_moe_oracle.releases import min_versions
 
 PROBE = Path(__file__).parents[1] / "lib/humming_probe.py"
 SERVED = RELEASES[RELEASES.index(min_versions.HUMMING) :]
-
-
-def library(release: str) -> tuple[str, Path]:
-    """Version and folder of the library that a release of vLLM asks for; the test is skipped where it cannot be had."""
-    try:
-        return humming(release)
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
 
 
 @cache
@@ -47,7 +39,7 @@ def probed(folder: Path) -> dict[str, dict[str, bool]]:
 
 @some_releases(*SERVED)
 def test_products_are_split_unless_the_layer_is_batch_invariant(release: str) -> None:
-    version, folder = library(release)
+    version, folder = humming(release)
     found = probed(folder)
     assert len(found) == 4
     for columns, split in found.items():
@@ -103,7 +95,7 @@ def tallest(products: dict[str, Any], rows: int) -> dict[str, int]:
 def test_configurations_that_leave_sums_out_are_replaced(release: str) -> None:
     from vllm_moe_oracle.compat.humming import has_incomplete_reduction, with_complete_reduction
 
-    version, folder = library(release)
+    version, folder = humming(release)
     faulty = 0
     for name, products in tuning(folder).items():
         before = copy.deepcopy(products)
@@ -148,16 +140,13 @@ def test_releases_with_incomplete_sums_are_known_by_their_pins() -> None:
     """vLLM's releases over a stand-in for the layer are those whose library leaves sums out; `complete_reduction` is
     called there and nowhere else."""
     for release in SERVED:
-        version, _ = library(release)
+        version, _ = humming(release)
         assert (tuple(map(int, version.split("."))) < (0, 1, 12)) == (release < "0.28"), (release, version)
 
 
 @some_releases(*(each for each in SERVED if each < "0.28"))
 def test_vllms_classes_hold_and_use_the_configurations_that_are_replaced(release: str) -> None:
-    try:
-        file = sources(release) / "vllm/model_executor/layers/fused_moe/experts/fused_humming_moe.py"
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    file = sources(release) / "vllm/model_executor/layers/fused_moe/experts/fused_humming_moe.py"
     tree = ast.parse(file.read_text())
     uses: dict[str, list[type]] = {}
     for node in ast.walk(tree):
@@ -210,7 +199,7 @@ def config_of(found: list[Any], choices: int) -> dict[str, Any]:
 @pytest.mark.full
 @some_releases(*SERVED)
 def test_no_sum_of_a_short_grid_has_more_than_three_parts(release: str) -> None:
-    version, folder = library(release)
+    version, folder = humming(release)
     cut = 0
     for name, products in tuning(folder).items():
         _, hidden, inner = LAYERS[name.split()[0]]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.lib.cases import SILU
-from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform
+from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, load, tree
 from tests.lib.stock_rules import (
     CLASSES,
     GPT_OSS,
@@ -28,7 +28,6 @@ from tests.lib.stock_rules import (
     converted,
     every_release,
     experts,
-    globals_of,
     gpt_oss_layer,
     gpu,
     home,
@@ -39,7 +38,6 @@ from tests.lib.stock_rules import (
     shuffled_rows,
     source_of,
     tiled_scales,
-    tree_of,
     usual,
 )
 from vllm_moe_oracle.core.problem import Problem, Scheme
@@ -86,8 +84,8 @@ def test_the_rows_of_gpt_oss_have_its_constants_built_in(release: str) -> None:
 
 @every_release
 def test_one_generation_of_triton_kernels_is_brought(release: str) -> None:
-    matmul = tree_of(release, "vllm/third_party/triton_kernels/matmul_ogs.py")
-    tensor = tree_of(release, "vllm/third_party/triton_kernels/tensor.py")
+    matmul = tree(release, "vllm/third_party/triton_kernels/matmul_ogs.py")
+    tensor = tree(release, "vllm/third_party/triton_kernels/tensor.py")
     assert "weight_scale" in ast.unparse(matmul)
     assert not any(getattr(node, "name", "") == "SparseMatrix" for node in tensor.body)
 
@@ -143,9 +141,9 @@ def test_the_cpu_class_asks_for_amx_since_0_28(release: str) -> None:
 
 @every_release
 def test_conversion_for_marlin_is_stocks(release: str) -> None:
-    general = globals_of(release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b)
+    general = load(release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b)
     given = {key: general[key] for key in ("marlin_permute_scales", "marlin_permute_bias") if key in general}
-    names = globals_of(
+    names = load(
         release, f"{QUANTIZATION}/utils/marlin_utils_fp4.py", ops=Operators, current_platform=Platform(90),
         get_marlin_input_dtype=lambda *args: None, **given,
     )  # fmt: skip
@@ -216,7 +214,7 @@ def stock_conversions(release: str, generation: str) -> dict[str, Any]:
         gate, up = tensor.chunk(2, dim=1)
         return torch.cat([up, gate], dim=1)
 
-    return globals_of(
+    return load(
         release, f"{FUSED_MOE}/oracle/mxfp4.py", current_platform=Platform(100),
         get_triton_kernels_version=lambda: None, nvfp4_block_scale_interleave=tiled_scales,
         block_scale_interleave=tiled_scales, get_w2_permute_indices_with_cache=row_order, swap_w13_to_w31=swapped,
@@ -276,13 +274,13 @@ def weights_for_stock(names: Mapping[str, Any], name: str, tensors: Mapping[str,
 @every_release
 def test_conversion_for_deep_gemm_is_stocks(release: str) -> None:
     transform = DeepGemmScales()
-    helper = globals_of(
+    helper = load(
         release, f"{QUANTIZATION}/utils/fp8_utils.py", transform_sf_into_required_layout=transform,
         is_deep_gemm_e8m0_used=lambda: True,
     )  # fmt: skip
     borrowed = ("deepgemm_post_process_weight_scale_block", "deepgemm_post_process_fp8_weight_block",
                 "_upcast_e8m0_to_fp32")  # fmt: skip
-    names = globals_of(
+    names = load(
         release, f"{FUSED_MOE}/oracle/mxfp4.py", current_platform=Platform(100),
         get_triton_kernels_version=lambda: None, transform_sf_into_required_layout=transform,
         **{key: helper.get(key) for key in borrowed},

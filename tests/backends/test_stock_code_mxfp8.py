@@ -19,7 +19,7 @@ import torch
 import vllm_moe_oracle
 from tests.lib.cases import RELU2, SILU
 from tests.lib.releases import DEFAULT_RELEASE, some_releases
-from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, tree
+from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, load, tree
 from tests.lib.stock_rules import (
     CLASSES,
     DeepGemmScales,
@@ -30,7 +30,6 @@ from tests.lib.stock_rules import (
     converted,
     every_release,
     experts,
-    globals_of,
     gpu,
     home,
     humming_conversion,
@@ -41,7 +40,6 @@ from tests.lib.stock_rules import (
     skip_unless_taken,
     source_of,
     stock_of,
-    tree_of,
     usual,
 )
 from vllm_moe_oracle.compat import RELEASES
@@ -135,7 +133,7 @@ def test_router_weights_of_one_leave_them_to_the_prepare_step(name: str, release
     skip_unless_taken(release, name)
     file, class_name, _ = CLASSES[name]
     path, owners = f"{FUSED_MOE}/experts/{file}.py", [class_name, *bases(release, name)]
-    defined = {each.name: each for each in tree_of(release, path).body if isinstance(each, ast.ClassDef)}
+    defined = {each.name: each for each in tree(release, path).body if isinstance(each, ast.ClassDef)}
     applies = [
         member
         for owner in owners if owner in defined
@@ -212,7 +210,7 @@ def test_deep_gemm_adds_no_biases(release: str) -> None:
 def test_marlins_sizes(release: str) -> None:
     """Of hidden and intermediate sizes those are taken that stock's own question about its kernel takes."""
     platform = Platform(80)
-    names = globals_of(
+    names = load(
         release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b,
         current_platform=platform,
     )  # fmt: skip
@@ -257,9 +255,9 @@ def test_no_path_of_stock_gives_biases_later(release: str) -> None:
 
 @every_release
 def test_conversion_for_marlin_is_stocks(release: str) -> None:
-    general = globals_of(release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b)
+    general = load(release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b)
     given = {key: general[key] for key in ("marlin_permute_scales", "marlin_moe_padded_intermediate") if key in general}
-    names = globals_of(release, f"{QUANTIZATION}/utils/marlin_utils_fp8.py", ops=Operators, **given)
+    names = load(release, f"{QUANTIZATION}/utils/marlin_utils_fp8.py", ops=Operators, **given)
     for activation, hidden, inner in ((SILU, 256, 64), (SILU, 128, 192), (RELU2, 256, 128), (SILU, 128, 96)):
         if inner % 64 and number(release) < (0, 25, 1):
             continue  # stock does not pad yet
@@ -279,7 +277,7 @@ def test_conversion_for_marlin_is_stocks(release: str) -> None:
 def flashinfer_functions() -> dict[str, Any]:
     """FlashInfer's row orders, from its documentation, and vLLM's own tiling of scales."""
     path = f"{QUANTIZATION}/utils/mxfp8_utils.py"
-    swizzle = globals_of(DEFAULT_RELEASE, path, MXFP8_BLOCK_SIZE=32)["swizzle_mxfp8_scale"]
+    swizzle = load(DEFAULT_RELEASE, path, MXFP8_BLOCK_SIZE=32)["swizzle_mxfp8_scale"]
 
     def interleaved(scales: torch.Tensor) -> torch.Tensor:
         return torch.stack([swizzle(each, M=each.shape[0], K=each.shape[1] * 32) for each in scales])
@@ -299,7 +297,7 @@ def flashinfer_functions() -> dict[str, Any]:
 @some_releases(*RELEASES[1:])
 def test_conversion_for_trtllm_is_stocks(release: str) -> None:
     pads = number(release) >= (0, 33)
-    names = globals_of(release, f"{QUANTIZATION}/utils/flashinfer_utils.py", **flashinfer_functions())
+    names = load(release, f"{QUANTIZATION}/utils/flashinfer_utils.py", **flashinfer_functions())
     sizes = ((256, 128), (512, 384), (384, 160), (128, 96))
     for activation, (hidden, inner) in itertools.product((SILU, RELU2), sizes):
         if (hidden % 256 or inner % 128) and not pads:
@@ -325,7 +323,7 @@ def test_conversion_for_trtllm_is_stocks(release: str) -> None:
 @some_releases(*RELEASES[2:])
 def test_conversion_for_deep_gemm_is_stocks(release: str) -> None:
     transform = DeepGemmScales()
-    names = globals_of(
+    names = load(
         release, f"{QUANTIZATION}/utils/fp8_utils.py", transform_sf_into_required_layout=transform,
         is_deep_gemm_e8m0_used=lambda: True,
     )  # fmt: skip

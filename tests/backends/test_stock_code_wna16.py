@@ -17,7 +17,7 @@ import torch
 
 from tests.lib.cases import RELU2, SILU
 from tests.lib.releases import some_releases
-from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, tree
+from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, load, tree
 from tests.lib.stock_rules import (
     CLASSES,
     alternating_rows,
@@ -25,7 +25,6 @@ from tests.lib.stock_rules import (
     converted,
     every_release,
     experts,
-    globals_of,
     home,
     machine,
     node_of,
@@ -177,7 +176,7 @@ class MoeOperators:
 def marlins(release: str, layer: Problem, loaded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What stock makes of them for Marlin."""
     bits, group = layer.scheme.bits, layer.scheme.group_size
-    general = globals_of(
+    general = load(
         release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b, numpy=numpy,
         **{name: _quant_utils(release)[name] for name in ("pack_cols", "unpack_cols")},
     )  # fmt: skip
@@ -185,7 +184,7 @@ def marlins(release: str, layer: Problem, loaded: dict[str, torch.Tensor]) -> di
         "marlin_moe_permute_scales", "marlin_permute_bias", "marlin_moe_padded_intermediate",
         "moe_packed_to_marlin_zero_points",
     )  # fmt: skip
-    names = globals_of(
+    names = load(
         release, f"{FUSED_MOE}/oracle/int_wna16.py", ops=MoeOperators,
         **{name: general[name] for name in wanted if name in general},
     )  # fmt: skip
@@ -289,7 +288,7 @@ def test_scales_of_a_group_as_wide_as_w2_are_ordered_as_the_kernel_reads(release
 
 @some_releases(*(each for each in RELEASES if number(each) >= (0, 31)))
 def test_conversion_for_triton_is_stocks(release: str) -> None:
-    names = globals_of(release, f"{FUSED_MOE}/oracle/int_wna16.py")
+    names = load(release, f"{FUSED_MOE}/oracle/int_wna16.py")
     for form in ("int4", "int4 zeros", "int8"):
         layer = usual(
             "triton_wna16", hidden_size=256, intermediate_size=128, scheme=FORMATS[form], experts=3, top_k=1
@@ -331,8 +330,8 @@ def test_conversion_for_trtllm_is_stocks(release: str) -> None:
     canonical = originals(layer)
     loaded = files(layer, canonical)
     signs = _quant_utils(release)["convert_packed_uint4b8_to_signed_int4_inplace"]
-    swap = globals_of(release, f"{QUANTIZATION}/utils/flashinfer_fp4_moe.py")["reorder_w1w3_to_w3w1"]
-    names = globals_of(
+    swap = load(release, f"{QUANTIZATION}/utils/flashinfer_fp4_moe.py")["reorder_w1w3_to_w3w1"]
+    names = load(
         release, f"{QUANTIZATION}/utils/flashinfer_mxint4_moe.py", reorder_w1w3_to_w3w1=swap,
         convert_packed_uint4b8_to_signed_int4_inplace=signs, **_flashinfer(),
     )  # fmt: skip
@@ -357,7 +356,7 @@ def test_the_triton_kernel_can_be_launched_for_any_number_of_tokens(release: str
 
     environment = SimpleNamespace(VLLM_BATCH_INVARIANT=False)
     given = {"current_platform": Platform(90), "envs": environment, "next_power_of_2": power}
-    stock_module = SimpleNamespace(**globals_of(release, f"{FUSED_MOE}/fused_moe.py", **given))
+    stock_module = SimpleNamespace(**load(release, f"{FUSED_MOE}/fused_moe.py", **given))
     patch = registration._int4_small_batch(stock_module)  # type: ignore[arg-type]
     assert (patch is None) == (number(release) >= (0, 27))
     configured = stock_module.get_default_config if patch is None else patch.replacement

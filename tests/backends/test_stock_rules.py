@@ -21,7 +21,6 @@ from tests.lib.stock_rules import (
     backend,
     claims_activation,
     every_release,
-    globals_of,
     home,
     humming_conversion,
     machine,
@@ -179,7 +178,7 @@ def test_what_stock_no_longer_claims_needs_no_reason(release: str) -> None:
 @every_release
 @pytest.mark.parametrize("name", [name for name in CLASSES if "_mxfp4" in name and not name.startswith("humming")])
 def test_sizes_are_rounded_as_stock_rounds_them(release: str, name: str) -> None:
-    names = globals_of(
+    names = load(
         release, f"{FUSED_MOE}/oracle/mxfp4.py", current_platform=Platform(home(name)),
         round_up=lambda a, b: -(-a // b) * b, triton_kernels_version=None, get_triton_kernels_version=lambda: None,
     )  # fmt: skip
@@ -204,7 +203,7 @@ def test_sizes_are_rounded_as_stock_rounds_them(release: str, name: str) -> None
 @every_release
 @pytest.mark.parametrize("name", ["marlin_mxfp8", "marlin_wna16"])
 def test_marlin_pads_as_stock_pads_for_it(name: str, release: str) -> None:
-    names = globals_of(release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b)
+    names = load(release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b)
     if "marlin_moe_padded_intermediate" not in names:
         assert number(release) < (0, 25, 1)
         return

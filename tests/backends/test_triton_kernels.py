@@ -9,23 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lib.releases import ReleaseUnavailable, release_params, sources
+from tests.lib.releases import release_params, sources
 from tests.lib.stock_rules import GPT_OSS, TRITON, backend, expert, gpt_oss_layer, gpu
 from vllm_moe_oracle.backends import _triton_kernels
 from vllm_moe_oracle.backends._padding import interleave_rows, pad_expert
 from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.core.problem import Activation, Problem
 
-pytest.importorskip("triton")
-
 
 @pytest.fixture(params=release_params(*RELEASES))
 def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The package of a release under its own name, as vLLM makes it known."""
-    try:
-        folder = sources(request.param) / "vllm/third_party"
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    folder = sources(request.param) / "vllm/third_party"
     known = {name for name in sys.modules if name.partition(".")[0] == "triton_kernels"}
     monkeypatch.syspath_prepend(str(folder))
     for name in known:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.lib.configs import AUTO_ROUND, quantized
-from tests.lib.stock_code import QUANTIZATION
-from tests.lib.stock_rules import every_release, globals_of, number
+from tests.lib.stock_code import QUANTIZATION, load
+from tests.lib.stock_rules import every_release, number
 from vllm_moe_oracle.checkpoint import MoeLayers
 from vllm_moe_oracle.compat import release_group
 from vllm_moe_oracle.core.problem import Scheme
@@ -217,10 +217,10 @@ def bits(release: str, entries: dict[str, Any]) -> int:
     )  # fmt: skip
     given = {"re": re, "ParallelLMHead": type("ParallelLMHead", (), {})}
     if number(release) < (0, 24):
-        found = globals_of(release, f"{QUANTIZATION}/inc.py", **given)["INCConfig"].get_layer_config
+        found = load(release, f"{QUANTIZATION}/inc.py", **given)["INCConfig"].get_layer_config
         answer = found(config, layer, MODULE)
     else:
-        names = globals_of(release, f"{QUANTIZATION}/inc/config_parser.py", **given)
+        names = load(release, f"{QUANTIZATION}/inc/config_parser.py", **given)
         answer = names["INCConfigParser"](config)._resolve_raw(layer, MODULE)
     return int(answer[0])
 

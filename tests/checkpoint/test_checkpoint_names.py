@@ -10,14 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic_override
+from vllm.model_executor.models.utils import WeightsMapper
 
 from tests.lib.configs import AUTO_ROUND, GPTQ, INT4, MODELOPT, PACKED, compressed, config, group
 from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
-
-pytest.importorskip("vllm", reason="vLLM's own classes are asked")
-
-from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic_override
-from vllm.model_executor.models.utils import WeightsMapper
 
 OWN, CHECKPOINT = "language_model.model.layers.{}.mlp.experts", "model.language_model.layers.{}.mlp.experts"
 MAPPER = WeightsMapper(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.lib.configs import CT_INPUTS, CT_MXFP8, GPTQ, INT4, INT8, PACKED, compressed, config, group, quantized
-from tests.lib.releases import ReleaseUnavailable, every_release, sources
+from tests.lib.releases import every_release, sources
 from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
 from vllm_moe_oracle.core.problem import Scheme
 from vllm_moe_oracle.errors import CheckpointError
@@ -222,10 +222,7 @@ def test_explain_notes_refused_act_order_in_linear_layers(tmp_path: Path) -> Non
 
 @every_release
 def test_the_release_from_which_linear_layers_have_no_act_order(release: str) -> None:
-    try:
-        folder = sources(release)
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    folder = sources(release)
     text = (folder / "vllm/model_executor/layers/quantization/utils/gptq_utils.py").read_text()
     refuses = "is no longer supported" in " ".join(text.replace('"', " ").split())
     assert refuses is (release >= min_versions.LINEAR_WITHOUT_ACT_ORDER)

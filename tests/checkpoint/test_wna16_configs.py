@@ -11,14 +11,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-
-from tests.lib.wna16_layers import checkpoint_of, layer_of
-
-pytest.importorskip("vllm", reason="methods subclass vLLM's")
-
 from vllm.model_executor.layers.quantization import get_quantization_config
 
 from tests.lib import moe_wna16_layers as moe
+from tests.lib.wna16_layers import checkpoint_of, layer_of
 from vllm_moe_oracle import plugin
 from vllm_moe_oracle.core.problem import Scheme
 from vllm_moe_oracle.errors import CheckpointError

@@ -10,7 +10,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import msgspec
 import pytest
 
 from tests.lib import forked
-from tests.lib.cli import CONFIGS, Run
+from tests.lib.cli import CONFIGS, Run, Write
 from tests.lib.configs import quantized
 from tests.lib.fresh_process import TOOL, environment, python
 from tests.lib.samples import measured_card
@@ -36,7 +35,7 @@ MODELOPT = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_he
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
+def write(tmp_path: Path) -> Write:
     """Writes a published model's config as ModelOpt would after quantizing to MXFP8; fields can be replaced."""
 
     def made(name: str = "qwen3-30b-a3b", **changes: Any) -> Path:
@@ -60,7 +59,7 @@ def measured_h200(folder: Path) -> Path:
 # --- explain ----------------------------------------------------------------------------------------------------------
 
 
-def test_explain_answers_for_a_machine_that_is_elsewhere(run: Run, write: Callable[..., Path]) -> None:
+def test_explain_answers_for_a_machine_that_is_elsewhere(run: Run, write: Write) -> None:
     result = run("explain", write(), "--device", "nvidia-h200")
     assert (result.status, result.err) == (0, "")
     lines = result.out.splitlines()
@@ -73,13 +72,13 @@ def test_explain_answers_for_a_machine_that_is_elsewhere(run: Run, write: Callab
     assert re.search(r"^  emulation +accepted +by name only: computes in float32", result.out, re.MULTILINE)
 
 
-def test_measured_candidates_have_their_times(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+def test_measured_candidates_have_their_times(run: Run, write: Write, tmp_path: Path) -> None:
     result = run("explain", write(), "--device", measured_h200(tmp_path))
     assert re.search(r"^  candidate +verdict +reasons, or microseconds by tokens$", result.out, re.MULTILINE)
 
 
 def test_a_gpu_without_measurements_is_told_how_to_take_them(
-    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MOE_ORACLE_CACHE", str(tmp_path))
 
@@ -100,25 +99,25 @@ def test_a_gpu_without_measurements_is_told_how_to_take_them(
         assert "takes about" in why(*others)
 
 
-def test_a_misspelled_quantization_is_told_what_was_meant(run: Run, write: Callable[..., Path]) -> None:
+def test_a_misspelled_quantization_is_told_what_was_meant(run: Run, write: Write) -> None:
     asked = ("--device", "cpu", "--quantization", "mxpf8")
     assert "or say modelopt_mxfp8 or modelopt" in run("explain", write(), *asked).err
     assert "Did you mean mxfp8?" in run("explain", CONFIGS / "qwen3-30b-a3b.json", *asked).err
 
 
-def test_tables_without_a_terminal_are_plain_and_fit_80_columns(run: Run, write: Callable[..., Path]) -> None:
+def test_tables_without_a_terminal_are_plain_and_fit_80_columns(run: Run, write: Write) -> None:
     result = run("explain", write(dtype="float16"), "--device", "cpu", "--set", "disable=emulation")
     assert "\x1b" not in result.out
     assert all(len(line) <= 80 and line == line.rstrip() for line in result.out.splitlines())
     # Wrapped, not cut: all words of a reason are there.
-    assert "disabled by --set disable (take it out of the setting disable)" in " ".join(result.out.split())
+    assert "disabled by --set disable (take it out of the setting disable)" in result.text
 
 
-def test_explain_reads_a_checkpoints_folder(run: Run, write: Callable[..., Path]) -> None:
+def test_explain_reads_a_checkpoints_folder(run: Run, write: Write) -> None:
     assert run("explain", write().parent, "--device", "cpu").out.startswith("CPU (cpu), vLLM ")
 
 
-def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Callable[..., Path]) -> None:
+def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Write) -> None:
     result = run("explain", write(), "--device", "nvidia-h200", "--tp", 2, "--json", "--set", "use_measurements=0")
     assert (result.status, result.err) == (0, "")
     data = result.json
@@ -149,12 +148,12 @@ def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Callab
         assert all(list(reason) == ["code", "detail", "remedy"] for reason in candidate["reasons"])
 
 
-def test_a_group_without_a_backend_ends_with_3_and_still_prints_the_table(run: Run, write: Callable[..., Path]) -> None:
+def test_a_group_without_a_backend_ends_with_3_and_still_prints_the_table(run: Run, write: Write) -> None:
     # 2880 / 60 = 48 is not a multiple of the 32 elements that share a scale.
     arguments = ("explain", write("gpt-oss-20b", num_attention_heads=60), "--device", "nvidia-h200", "--tp", 60)
     result = run(*arguments)
     assert result.status == 3
-    text = " ".join(result.out.split())
+    text = result.text
     assert "backend none" in text and "no backend can run mxfp8 experts here" in text
     assert "2880 / 60 = 48 is not a multiple of the scale group 32 (48 mod 32 = 16)" in text
     assert "(TP 30 would work)" in text
@@ -178,22 +177,22 @@ def test_explain_reports_a_scheme_without_backends(run: Run) -> None:
     assert data["groups"][0]["decision"] is None
 
 
-def test_an_unknown_backend_is_refused_with_the_valid_names(run: Run, write: Callable[..., Path]) -> None:
+def test_an_unknown_backend_is_refused_with_the_valid_names(run: Run, write: Write) -> None:
     result = run("explain", write(), "--device", "cpu", "--moe-backend", "flashinfer_cutlass")
     assert result.status == 3
-    assert "flashinfer_cutlass (--moe-backend flashinfer_cutlass)" in " ".join(result.out.split())
+    assert "flashinfer_cutlass (--moe-backend flashinfer_cutlass)" in result.text
     assert run("explain", write(), "--device", "cpu", "--moe-backend", "emulation").status == 0
 
 
 def test_every_checkpoint_that_is_served_gets_no_note_that_it_is_not(
-    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    run: Run, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_moe_oracle import methods
 
     said = "does not serve mxfp8 in vLLM's modelopt_mxfp8 checkpoints"
-    assert said not in " ".join(run("explain", write(), "--device", "cpu").out.split())
+    assert said not in run("explain", write(), "--device", "cpu").text
     monkeypatch.setattr(methods, "served_schemes", dict)
-    assert said in " ".join(run("explain", write(), "--device", "cpu").out.split())
+    assert said in run("explain", write(), "--device", "cpu").text
 
 
 def test_the_served_names_are_the_registered_ones_and_the_pages() -> None:
@@ -208,21 +207,21 @@ def test_the_served_names_are_the_registered_ones_and_the_pages() -> None:
     assert served["compressed-tensors"] == ("mxfp4", "mxfp8", "wna16")
 
 
-def test_a_release_that_is_not_supported_is_noted(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_release_that_is_not_supported_is_noted(run: Run, write: Write, tmp_path: Path) -> None:
     file = tmp_path / "there.json"
     file.write_text('{"kind": "cpu", "name": "there", "packages": {"vllm": "0.40.0"}}')
     result = run("explain", write(), "--device", file)
-    assert "the plugin would stand down" in " ".join(result.out.split())
+    assert "the plugin would stand down" in result.text
     assert "the plugin would stand down" not in run("explain", write(), "--device", file, "--set", "force=1").out
 
 
 @pytest.mark.parametrize(("plugins", "selected"), [("", False), ("other", False), ("other,moe_oracle", True)])
 def test_what_vllm_selects_is_said(
-    plugins: str, selected: bool, run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    plugins: str, selected: bool, run: Run, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", plugins)
     said = f"not selected by VLLM_PLUGINS={plugins!r} (add moe_oracle to it, or unset it)"
-    assert (said in " ".join(run("explain", write(), "--device", "cpu").out.split())) is not selected
+    assert (said in run("explain", write(), "--device", "cpu").text) is not selected
     if not selected:
         assert run("status", "--json").json["plugin"] | {"vllm": None} == {
             "active": False, "reason": said, "vllm": None, "methods": [], "patches": [], "deferred": [], "failed": {}
@@ -230,17 +229,17 @@ def test_what_vllm_selects_is_said(
 
 
 @pytest.mark.parametrize("word", ["Marlin", "MARLIN", "marlin"])
-def test_moe_backend_is_read_as_vllm_reads_it(word: str, run: Run, write: Callable[..., Path]) -> None:
+def test_moe_backend_is_read_as_vllm_reads_it(word: str, run: Run, write: Write) -> None:
     result = run("explain", write(), "--device", "nvidia-h200", "--moe-backend", word, "--json")
     assert result.json["groups"][0]["decision"]["backend"] == "marlin_mxfp8"
     result = run("explain", write(), "--device", "nvidia-b200", "--moe-backend", "flashinfer-trtllm", "--json")
     assert result.json["groups"][0]["decision"]["backend"].startswith("trtllm_mxfp8")
 
 
-def test_the_remedy_of_a_refusal_is_kept(run: Run, write: Callable[..., Path]) -> None:
+def test_the_remedy_of_a_refusal_is_kept(run: Run, write: Write) -> None:
     arguments = ("explain", write(), "--device", "cpu", "--set", "backend=marlin_mxfp8")
     remedy = "Choose an accepted one (cpu_dequantized, emulation), or auto, or set on_unavailable=fallback"
-    assert remedy in " ".join(run(*arguments).out.split())
+    assert remedy in run(*arguments).text
     assert remedy in run(*arguments, "--json").err
 
 
@@ -255,10 +254,10 @@ def test_the_remedy_of_a_refusal_is_kept(run: Run, write: Callable[..., Path]) -
     ],
 )
 def test_a_backend_that_cannot_run_is_refused_with_reason_and_remedy(
-    name: str, said: str, run: Run, write: Callable[..., Path]
+    name: str, said: str, run: Run, write: Write
 ) -> None:
     result = run("explain", write(), "--device", "nvidia-h200", "--backend", name)
-    text = " ".join(result.out.split())
+    text = result.text
     assert result.status == 3 and said in text
     accepted = re.findall(r"^  (\w+) +accepted", result.out, re.MULTILINE)
     assert f"Choose an accepted one ({', '.join(accepted)}), or auto, or set on_unavailable=fallback" in text
@@ -275,15 +274,13 @@ def test_a_backend_that_cannot_run_is_refused_with_reason_and_remedy(
         ("EMULATION", "emulation"),
     ],
 )
-def test_a_misspelled_backend_is_an_error_of_the_input(
-    name: str, meant: str, run: Run, write: Callable[..., Path]
-) -> None:
+def test_a_misspelled_backend_is_an_error_of_the_input(name: str, meant: str, run: Run, write: Write) -> None:
     result = run("explain", write(), "--device", "nvidia-h200", "--backend", name)
     assert (result.status, result.out, result.err.count("\n")) == (2, "", 1)
     assert result.err.startswith(f"error: --backend: {name!r} is not a backend. Did you mean {meant}? Valid are auto, ")
 
 
-def test_the_option_backend_is_the_setting(run: Run, write: Callable[..., Path]) -> None:
+def test_the_option_backend_is_the_setting(run: Run, write: Write) -> None:
     path = write()
     result = run("explain", path, "--device", "nvidia-h200", "--backend", "marlin_mxfp8", "--json")
     assert result.json["groups"][0]["decision"]["backend"] == "marlin_mxfp8"
@@ -294,31 +291,29 @@ def test_the_option_backend_is_the_setting(run: Run, write: Callable[..., Path])
     assert result.status == 2 and "Did you mean marlin? Valid are auto, " in result.err
     assert "hopper" not in result.err
     result = run("explain", path, "--device", "nvidia-h200", "--moe-backend", "hopper_mxfp8")
-    text = " ".join(result.out.split())
+    text = result.text
     assert result.status == 3 and "this project's own names go into the setting backend" in text
     assert "Choose an accepted one (humming, marlin, emulation), or auto" in text
     result = run("explain", path, "--device", "nvidia-h200", "--set", "disable=hopper_mxpf8")
     assert result.status == 2 and "Did you mean hopper_mxfp8? Valid are" in result.err
 
 
-def test_a_fallback_is_seen_in_json_and_on_standard_error(run: Run, write: Callable[..., Path]) -> None:
+def test_a_fallback_is_seen_in_json_and_on_standard_error(run: Run, write: Write) -> None:
     arguments = ("--set", "backend=marlin_mxfp8", "--set", "on_unavailable=fallback", "--json")
     result = run("explain", write(), "--device", "cpu", *arguments)
     assert "not what was asked for: marlin_mxfp8" in result.json["groups"][0]["decision"]["explanation"]
     assert result.err.startswith("note: ") and "not what was asked for" in result.err
 
 
-def test_a_broken_backend_of_a_third_party_is_noted(
-    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_backend_of_a_third_party_is_noted(run: Run, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_moe_oracle.oracle.registry import default_registry
 
     monkeypatch.setitem(default_registry().load_errors, "theirs", "ImportError: no")
     result = run("explain", write(), "--device", "cpu")
-    assert "backend of the entry point theirs could not be loaded: ImportError: no" in " ".join(result.out.split())
+    assert "backend of the entry point theirs could not be loaded: ImportError: no" in result.text
 
 
-def test_an_override_gives_its_layers_a_group_of_their_own(run: Run, write: Callable[..., Path]) -> None:
+def test_an_override_gives_its_layers_a_group_of_their_own(run: Run, write: Write) -> None:
     override = r"overrides=re:layers\.[0-9]\.=emulation"
     result = run("explain", write(), "--device", "cpu", "--set", override, "--json")
     groups = result.json["groups"]
@@ -328,18 +323,18 @@ def test_an_override_gives_its_layers_a_group_of_their_own(run: Run, write: Call
     ]
 
 
-def test_expert_parallelism_keeps_the_intermediate_size(run: Run, write: Callable[..., Path]) -> None:
+def test_expert_parallelism_keeps_the_intermediate_size(run: Run, write: Write) -> None:
     result = run("explain", write(), "--device", "nvidia-h200", "--tp", 8, "--ep", "--json")
     problem = result.json["groups"][0]["problem"]
     assert (problem["intermediate_size"], problem["local_experts"], problem["parallel"]["ep"]) == (768, 16, 8)
 
 
-def test_layers_that_are_left_out_are_counted(run: Run, write: Callable[..., Path]) -> None:
+def test_layers_that_are_left_out_are_counted(run: Run, write: Write) -> None:
     path = write(quantization_config=MODELOPT | {"ignore": ["model.layers.0*", "model.layers.47*"]})
     left = "which are left to stock vLLM, unaffected by this plugin: model.layers.0,47.mlp.experts"
     note = f"2 MoE layers have unquantized experts, {left}"
     result = run("explain", path, "--device", "cpu")
-    assert result.status == 0 and f"note: {note}" in " ".join(result.out.split())
+    assert result.status == 0 and f"note: {note}" in result.text
     result = run("explain", path, "--device", "cpu", "--json")
     assert result.json["groups"][0]["count"] == 46 and result.err == f"note: {note}\n"
     assert result.json["notes"] == [note]
@@ -361,12 +356,12 @@ def test_layers_that_are_left_out_are_counted(run: Run, write: Callable[..., Pat
     ids=str,
 )
 def test_what_this_package_does_not_serve_is_no_failure(
-    config: dict[str, Any] | None, format: str | None, run: Run, write: Callable[..., Path]
+    config: dict[str, Any] | None, format: str | None, run: Run, write: Write
 ) -> None:
     path = write(quantization_config=config)
     result = run("explain", path, "--device", "nvidia-h200")
     said = f"experts{f' in {format}' if format else ''}, which are left to stock vLLM, unaffected by this plugin"
-    assert (result.status, result.err) == (0, "") and said in " ".join(result.out.split())
+    assert (result.status, result.err) == (0, "") and said in result.text
     data = run("explain", path, "--device", "nvidia-h200", "--json").json
     layers = "model.layers.0-47.mlp.experts"
     assert data["groups"] == [] and data["left_to_stock"] == [{"format": format, "layers": layers, "count": 48}]
@@ -375,7 +370,7 @@ def test_what_this_package_does_not_serve_is_no_failure(
         assert result.status == 2 and "there is nothing to measure: 48 MoE layers have" in result.err
 
 
-def test_a_named_device_has_no_torch_of_its_own(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_named_device_has_no_torch_of_its_own(run: Run, write: Write, tmp_path: Path) -> None:
     """What vLLM's release requires is no fact about the machine; a file of a real one has a driver."""
     named = run("explain", write(), "--device", "nvidia-h200", "--json").json
     real = {**named["device"], "driver": "580.1", "packages": {**named["device"]["packages"], "torch": "9.9"}}
@@ -385,7 +380,7 @@ def test_a_named_device_has_no_torch_of_its_own(run: Run, write: Callable[..., P
     assert "torch" not in said[0] and "not 9.9" in said[1]
 
 
-def test_a_permission_that_changes_nothing_is_said(run: Run, write: Callable[..., Path]) -> None:
+def test_a_permission_that_changes_nothing_is_said(run: Run, write: Write) -> None:
     def why(*more: str) -> str:
         decided = run("explain", write(), "--device", "nvidia-h200", "--set", *more, "--json").json["groups"][0]
         return str(decided["decision"]["explanation"])
@@ -397,7 +392,7 @@ def test_a_permission_that_changes_nothing_is_said(run: Run, write: Callable[...
 
 
 def test_a_model_of_the_local_hub_cache_is_read(
-    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     missing = run("explain", "some/model", "--device", "cpu")
@@ -417,29 +412,27 @@ def test_a_model_of_the_local_hub_cache_is_read(
     assert note == f"some/model is read from the local cache of the Hugging Face Hub: {snapshot / 'config.json'}"
 
 
-def test_a_checkpoint_whose_experts_are_all_left_out_needs_no_backend(run: Run, write: Callable[..., Path]) -> None:
+def test_a_checkpoint_whose_experts_are_all_left_out_needs_no_backend(run: Run, write: Write) -> None:
     path = write(quantization_config=MODELOPT | {"ignore": ["*.experts"]})
     result = run("explain", path, "--device", "cpu")
     assert result.status == 0 and "48 MoE layers have unquantized experts" in result.out
 
 
-def test_what_the_plugin_would_not_do_is_said(
-    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_plugin_would_not_do_is_said(run: Run, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_ORACLE_ENABLED", "0")
     result = run("explain", write(), "--device", "cpu")
-    assert "the plugin is switched off by environment variable MOE_ORACLE_ENABLED" in " ".join(result.out.split())
+    assert "the plugin is switched off by environment variable MOE_ORACLE_ENABLED" in result.text
 
 
-def test_activations_left_in_16_bits_change_the_problem(run: Run, write: Callable[..., Path]) -> None:
+def test_activations_left_in_16_bits_change_the_problem(run: Run, write: Write) -> None:
     result = run("explain", write(), "--device", "cpu", "--set", "activations=16bit", "--json")
     assert result.json["groups"][0]["problem"]["scheme"]["activations"] == "16bit"
     said = "activations are 16bit by --set activations, the checkpoint declares mxfp8"
-    assert said in " ".join(result.err.split())
+    assert said in result.messages
     assert "activations are" not in run("explain", write(), "--device", "cpu", "--json").err
 
 
-def test_a_device_can_come_from_a_file(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_device_can_come_from_a_file(run: Run, write: Write, tmp_path: Path) -> None:
     file = tmp_path / "there.json"
     file.write_text('{"device": {"kind": "cuda", "name": "NVIDIA H300", "capability": 95}}')
     data = run("explain", write(), "--device", file, "--json").json
@@ -475,7 +468,7 @@ def test_a_device_can_come_from_a_file(run: Run, write: Callable[..., Path], tmp
     ],
 )  # fmt: skip
 def test_unusable_input_ends_with_2_and_one_line(
-    arguments: tuple[str, ...], message: str, run: Run, write: Callable[..., Path]
+    arguments: tuple[str, ...], message: str, run: Run, write: Write
 ) -> None:
     path = write()
     given = [str(path) if word == "CONFIG" else word for word in arguments]
@@ -489,7 +482,7 @@ def test_unusable_input_ends_with_2_and_one_line(
 
 
 @pytest.mark.parametrize("word", ["\ud800", "\x1b[31msilu", "si lu", ""])
-def test_an_invalid_activation_name_is_refused_in_ascii(word: str, run: Run, write: Callable[..., Path]) -> None:
+def test_an_invalid_activation_name_is_refused_in_ascii(word: str, run: Run, write: Write) -> None:
     result = run("explain", write(hidden_act=word), "--device", "cpu")
     assert (result.status, result.out, result.err.count("\n")) == (2, "", 1) and result.err.isascii()
     assert "\x1b" not in result.err
@@ -500,7 +493,7 @@ def test_a_path_that_is_too_long_is_one_line(run: Run) -> None:
     assert (result.status, result.err.count("\n")) == (2, 1) and "cannot be a path" in result.err
 
 
-def test_a_dense_model_is_unaffected(run: Run, write: Callable[..., Path]) -> None:
+def test_a_dense_model_is_unaffected(run: Run, write: Write) -> None:
     dense = {
         "num_experts": None,
         "num_experts_per_tok": None,
@@ -517,7 +510,7 @@ def test_a_dense_model_is_unaffected(run: Run, write: Callable[..., Path]) -> No
         result = run("explain", path, "--device", "nvidia-h200")
         assert (result.status, result.err) == (0, "")
         said = f"the model is left to stock vLLM, unaffected by this plugin: it has no MoE layers ({why}"
-        assert said in " ".join(result.out.split())
+        assert said in result.text
         data = run("explain", path, "--device", "nvidia-h200", "--json").json
         assert data["groups"] == data["left_to_stock"] == [] and data["notes"][0].startswith(said)
         assert run("tune", path).status == 2  # there is nothing to measure
@@ -540,11 +533,11 @@ def test_a_dense_model_is_unaffected(run: Run, write: Callable[..., Path]) -> No
     ids=str,
 )
 def test_experts_that_are_not_read_are_unaffected_but_in_a_served_format(
-    changes: dict[str, Any], why: str, run: Run, write: Callable[..., Path]
+    changes: dict[str, Any], why: str, run: Run, write: Write
 ) -> None:
     for config, stored in ((None, "not quantized"), ({"quant_method": "fp8"}, "in fp8")):
         result = run("explain", write(**changes, quantization_config=config), "--device", "nvidia-h200")
-        text = " ".join(result.out.split())
+        text = result.text
         assert (result.status, result.err) == (0, "") and f"; the experts are {stored}. " in text
         assert f"the model is left to stock vLLM, unaffected by this plugin: {why}" in text
     for config, online in ((MODELOPT, ()), (None, ("--quantization", "mxfp8"))):
@@ -559,18 +552,18 @@ def test_gguf_is_unaffected(run: Run, tmp_path: Path) -> None:
         result = run("explain", path, "--device", "nvidia-h200")
         assert (result.status, result.err) == (0, "")
         assert "note: the model is left to stock vLLM, unaffected by this plugin: " in result.out
-        assert "This plugin serves no GGUF" in " ".join(result.out.split())
+        assert "This plugin serves no GGUF" in result.text
         assert run("verify", path).status == 2
 
 
 def test_the_gain_over_stock_is_shown_where_it_is_known(
-    run: Run, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOE_ORACLE_CACHE", str(tmp_path))
 
     def gain(*arguments: object) -> tuple[str, Any]:
         (group,) = run("explain", write(), *arguments, "--json").json["groups"]
-        text = " ".join(run("explain", write(), *arguments, "--brief").out.split())
+        text = run("explain", write(), *arguments, "--brief").text
         return text.partition(" gain over stock ")[2].partition(" numerics ")[0], group["gain_over_stock"]
 
     # By times that this package ships, apart from the code that reads them.
@@ -598,7 +591,7 @@ def test_the_gain_over_stock_is_shown_where_it_is_known(
     assert lora["decision"] is not None and lora["gain_over_stock"] is None
 
 
-def test_predicted_times_have_their_error(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+def test_predicted_times_have_their_error(run: Run, write: Write, tmp_path: Path) -> None:
     asked = ("explain", write(), "--device", "nvidia-h800", "--set", f"cache={tmp_path}")
     text = run(*asked).out
     assert re.search(r"^  hopper_mxfp8 +chosen +1: \d+ ±\d+,", text, re.MULTILINE)
@@ -610,7 +603,7 @@ def test_predicted_times_have_their_error(run: Run, write: Callable[..., Path], 
     assert "±" not in run("explain", write(), "--device", measured_h200(tmp_path)).out.partition("candidate")[2]
 
 
-def test_backends_for_other_devices_are_one_line(run: Run, write: Callable[..., Path]) -> None:
+def test_backends_for_other_devices_are_one_line(run: Run, write: Write) -> None:
     said = "rejected   for other kinds of devices; --verbose names them"
     folded = run("explain", write(), "--device", "cpu").out
     count = int(re.findall(rf"^  (\d+) backends +{said}$", folded, re.MULTILINE)[0])
@@ -621,7 +614,7 @@ def test_backends_for_other_devices_are_one_line(run: Run, write: Callable[..., 
     assert "trtllm_mxfp8 " in run("explain", write(), "--device", "nvidia-h200").out
 
 
-def test_layers_that_a_server_leaves_to_stock_are_no_failure(run: Run, write: Callable[..., Path]) -> None:
+def test_layers_that_a_server_leaves_to_stock_are_no_failure(run: Run, write: Write) -> None:
     lora = ("explain", write(), "--device", "cpu", "--lora")
     result = run(*lora, "--json")
     assert result.status == 0 and result.json["groups"][0]["left_to_stock"] == "stock vLLM's own choice"
@@ -636,14 +629,14 @@ def test_layers_that_a_server_leaves_to_stock_are_no_failure(run: Run, write: Ca
 
 
 @pytest.mark.parametrize("kind", ["rocm", "xpu"])
-def test_where_the_plugin_stands_down_is_said(kind: str, run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+def test_where_the_plugin_stands_down_is_said(kind: str, run: Run, write: Write, tmp_path: Path) -> None:
     file = tmp_path / "there.json"
     file.write_text(json.dumps({"kind": kind, "name": "Some GPU"}))
-    said = " ".join(run("explain", write(), "--device", file).out.split())
+    said = run("explain", write(), "--device", file).text
     assert "the plugin would stand down, and vLLM choose by itself: no backend knows Some GPU's own kernels" in said
 
 
-def test_a_device_with_unprintable_words_is_refused(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_device_with_unprintable_words_is_refused(run: Run, write: Write, tmp_path: Path) -> None:
     file = tmp_path / "there.json"
     for more in ({"name": "\x1b[31mH200"}, {"name": "H200", "packages": {"vllm": "0.33\n"}}):
         file.write_text(json.dumps({"kind": "cuda", **more}))
@@ -653,7 +646,7 @@ def test_a_device_with_unprintable_words_is_refused(run: Run, write: Callable[..
 
 
 def test_batch_invariance_comes_from_the_environment_or_the_option(
-    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    run: Run, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(*more: str) -> bool:
         given = run("explain", write(), "--device", "nvidia-h200", "--json", *more).json["groups"][0]
@@ -668,7 +661,7 @@ def test_batch_invariance_comes_from_the_environment_or_the_option(
     assert result.status == 2 and "VLLM_BATCH_INVARIANT: 'yes' is not an integer. Set it to 1 or 0" in result.err
 
 
-def test_batch_invariance_without_a_backend_ends_with_3(run: Run, write: Callable[..., Path]) -> None:
+def test_batch_invariance_without_a_backend_ends_with_3(run: Run, write: Write) -> None:
     result = run(
         "explain",
         write(),
@@ -678,14 +671,14 @@ def test_batch_invariance_without_a_backend_ends_with_3(run: Run, write: Callabl
         "--set",
         "disable=hopper_mxfp8,hopper_mxfp8_w8a8,emulation",
     )
-    assert result.status == 3 and "batch invariance" in " ".join(result.out.split())
+    assert result.status == 3 and "batch invariance" in result.text
 
 
-def test_a_layer_that_only_stock_takes_on_a_gpu_is_called_stocks(run: Run, write: Callable[..., Path]) -> None:
+def test_a_layer_that_only_stock_takes_on_a_gpu_is_called_stocks(run: Run, write: Write) -> None:
     """Stock's kernels ignore a limit of gelu, those here refuse it; a GPU never gets the emulation unasked."""
     path = write(hidden_act="gelu", swiglu_limit=7.0)
     result = run("explain", path, "--device", "nvidia-a100")
-    said = " ".join(result.out.split())
+    said = result.text
     assert result.status == 0 and "backend stock vLLM's" in said
     words = (
         "left to stock vLLM: its MarlinExperts does not have these rules of marlin_mxfp8: passes no alpha, beta or "
@@ -701,18 +694,18 @@ def test_a_layer_that_only_stock_takes_on_a_gpu_is_called_stocks(run: Run, write
     assert run("explain", path, "--device", "cpu").status == 0
 
 
-def test_what_neither_runs_on_a_gpu_is_an_error_that_offers_the_emulation(run: Run, write: Callable[..., Path]) -> None:
+def test_what_neither_runs_on_a_gpu_is_an_error_that_offers_the_emulation(run: Run, write: Write) -> None:
     result = run("explain", write(dtype="float16"), "--device", "nvidia-a100")
-    said = " ".join(result.out.split())
+    said = result.text
     assert result.status == 3 and "marlin_mxfp8: --dtype bfloat16. emulation runs it slowly: the setting" in said
 
 
 def test_unreadable_profiles_and_caches_are_remarked(
-    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MOE_ORACLE_PROFILE", str(tmp_path / "nope"))
     said = "the profile of environment variable MOE_ORACLE_PROFILE is not used: "
-    assert f"note: {said}" in " ".join(run("explain", write(), "--device", "nvidia-h200").out.split())
+    assert f"note: {said}" in run("explain", write(), "--device", "nvidia-h200").text
     file = tmp_path / "file"
     file.write_text("")
     monkeypatch.setenv("MOE_ORACLE_CACHE", str(file))
@@ -733,7 +726,7 @@ def test_unreadable_profiles_and_caches_are_remarked(
     ids=["missing", "another", "no JSON", "folder"],
 )
 def test_an_invalid_profile_is_refused_before_any_work(
-    line: list[str], content: str | None, said: str, run: Run, write: Callable[..., Path], tmp_path: Path
+    line: list[str], content: str | None, said: str, run: Run, write: Write, tmp_path: Path
 ) -> None:
     checkpoint, cache, page = write(), tmp_path / "cache", tmp_path / "page.html"
     path = tmp_path / "profile.json"
@@ -749,7 +742,7 @@ def test_an_invalid_profile_is_refused_before_any_work(
 
 
 def test_an_invalid_profile_is_an_error_to_tune_and_a_note_to_explain(
-    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A server starts without it, and says so, unless it is strict."""
     monkeypatch.setenv("MOE_ORACLE_PROFILE", str(tmp_path / "nope"))
@@ -762,14 +755,14 @@ def test_an_invalid_profile_is_an_error_to_tune_and_a_note_to_explain(
     assert result.status == 0 and "a strict server would not start" in result.err
 
 
-def test_a_bad_variable_is_an_error_too(run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_variable_is_an_error_too(run: Run, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_ORACLE_BAKEND", "emulation")
     result = run("explain", write(), "--device", "cpu")
     assert result.status == 2 and "Did you mean MOE_ORACLE_BACKEND?" in result.err
 
 
 @pytest.mark.parametrize(("name", "tp", "status"), [("qwen3-30b-a3b", 2, 0), ("nemotron-3-nano-30b-a3b", 2, 0)])
-def test_models_from_users_reports(name: str, tp: int, status: int, run: Run, write: Callable[..., Path]) -> None:
+def test_models_from_users_reports(name: str, tp: int, status: int, run: Run, write: Write) -> None:
     assert run("explain", write(name), "--device", "nvidia-h200", "--tp", tp).status == status
 
 
@@ -787,7 +780,7 @@ def test_a_file_that_cannot_be_reported_says_which_can(run: Run, tmp_path: Path)
 
 
 @pytest.mark.parametrize("machine", ["nvidia-h200", "auto"])
-def test_explain_imports_neither_torch_nor_vllm(machine: str, write: Callable[..., Path]) -> None:
+def test_explain_imports_neither_torch_nor_vllm(machine: str, write: Write) -> None:
     if machine == "auto" and detect._gpu_is_visible():
         pytest.skip("a GPU's properties are asked of torch")
     code = (
@@ -801,7 +794,7 @@ def test_explain_imports_neither_torch_nor_vllm(machine: str, write: Callable[..
     assert (ended.returncode, ended.stderr.strip()) == (0, "[]")
 
 
-def test_a_closed_pipe_ends_quietly_with_the_shells_status(write: Callable[..., Path]) -> None:
+def test_a_closed_pipe_ends_quietly_with_the_shells_status(write: Write) -> None:
     """As before ``| head``: 141, which is 128 and SIGPIPE."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -812,7 +805,7 @@ def test_a_closed_pipe_ends_quietly_with_the_shells_status(write: Callable[..., 
     os.close(writer)
 
 
-def test_output_that_cannot_be_written_is_one_line_and_status_2(write: Callable[..., Path]) -> None:
+def test_output_that_cannot_be_written_is_one_line_and_status_2(write: Write) -> None:
     path = str(write())
     for line in (["--version"], ["explain", path, "--device", "nvidia-h200", "--json"]):
         command = [sys.executable, *TOOL, *line]
@@ -827,7 +820,7 @@ def test_output_that_cannot_be_written_is_one_line_and_status_2(write: Callable[
 
 
 def test_no_escape_code_reaches_the_terminal(
-    run: Run, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From names of folders and files, words of configs, errors of entry points, and options."""
     evil = "\x1b]0;title\x07\x1b[2J\x9b31m\r\u202eafter"
@@ -868,9 +861,7 @@ def test_no_escape_code_reaches_the_terminal(
 
 
 @pytest.mark.parametrize("kind", ["fifo", "zero", "folder", "null", "home", "large"])
-def test_files_of_options_are_regular_and_small(
-    kind: str, run: Run, write: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_files_of_options_are_regular_and_small(kind: str, run: Run, write: Write, tmp_path: Path) -> None:
     path: object = tmp_path / "x.json"
     if kind == "fifo":
         os.mkfifo(tmp_path / "x.json")
@@ -1037,7 +1028,7 @@ def test_explain_takes_lora_and_eplb_into_account(run: Run) -> None:
         )
 
 
-def test_explain_places_experts_round_robin_where_vllm_does(run: Run, write: Callable[..., Path]) -> None:
+def test_explain_places_experts_round_robin_where_vllm_does(run: Run, write: Write) -> None:
     option = "--expert-placement-strategy"
     asked = (option, "round_robin")
     grouped = ("explain", write("deepseek-v3", num_nextn_predict_layers=1), "--device", "nvidia-b200", "--json")
@@ -1052,7 +1043,7 @@ def test_explain_places_experts_round_robin_where_vllm_does(run: Run, write: Cal
     )
     assert accepted["trtllm_mxfp8"]["accepted"] and "round-robin" in str(refused["trtllm_mxfp8"]["reasons"])
     said = "the experts of model.layers.3-61.mlp.experts stay in linear order: vLLM places experts round-robin only"
-    assert said in " ".join(moving.err.split()) and "in order" not in round_robin.err + in_order.err
+    assert said in moving.messages and "in order" not in round_robin.err + in_order.err
     alike = run("explain", write(), "--device", "cpu", "--json", "--ep", "--tp", "2", *asked)
     placement = alike.json["groups"][0]["problem"]["parallel"]["placement"]
     assert placement == "linear" and "stay in linear order" in alike.err
@@ -1063,7 +1054,7 @@ def test_explain_places_experts_round_robin_where_vllm_does(run: Run, write: Cal
     assert result.status == 2 and f"{option}: 'robin' is not one of linear, round_robin" in result.err
 
 
-def test_a_release_of_vllm_can_be_named(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_release_of_vllm_can_be_named(run: Run, write: Write, tmp_path: Path) -> None:
     def decided(*arguments: object) -> dict[str, Any]:
         printed = run("explain", write(), "--device", "nvidia-h200", "--set", "cache=none", *arguments, "--json").json
         return dict(printed["groups"][0])
@@ -1079,7 +1070,7 @@ def test_a_release_of_vllm_can_be_named(run: Run, write: Callable[..., Path], tm
         assert refused.status == 2 and f"{wrong!r} is not a supported release" in refused.err
 
 
-def test_a_release_is_named_without_its_v(run: Run, write: Callable[..., Path]) -> None:
+def test_a_release_is_named_without_its_v(run: Run, write: Write) -> None:
     command = ("explain", write(), "--device", "nvidia-h200", "--vllm")
     assert run(*command, "v0.29.0").out == run(*command, "0.29.0").out
 
@@ -1087,7 +1078,7 @@ def test_a_release_is_named_without_its_v(run: Run, write: Callable[..., Path]) 
 @pytest.mark.parametrize("word", ["1_0", "+2", " 2", "2 ", "\u0662", "\uff12", "0x2", "two", "2.0"])
 def test_numbers_in_options_are_decimal_digits(word: str, run: Run) -> None:
     found = run("explain", "x.json", "--tp", word)
-    assert found.status == 2 and "is not a valid integer. Write digits from 0 to 9" in " ".join(found.err.split())
+    assert found.status == 2 and "is not a valid integer. Write digits from 0 to 9" in found.messages
     found = run("tune", "--tokens", f"1,{word}", CONFIGS / "qwen3-30b-a3b.json", "--quantization", "mxfp8")
     assert found.status == 2 and "is not a list of numbers from 1 to" in found.err
 
@@ -1095,5 +1086,5 @@ def test_numbers_in_options_are_decimal_digits(word: str, run: Run) -> None:
 @pytest.mark.parametrize("word", ["1_0", "inf", "nan", "1e3", "\uff12"])
 def test_seconds_in_options_are_decimal_digits(word: str, run: Run) -> None:
     found = run("tune", "x.json", "--budget", word)
-    told = " ".join(found.err.split())
+    told = found.messages
     assert found.status == 2 and f"{word!r} is not a valid number. Write digits from 0 to 9" in told

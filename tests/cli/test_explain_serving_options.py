@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.lib.cli import CONFIGS, Run
+from tests.lib.cli import CONFIGS, Run, Write
 from tests.lib.configs import quantized
 from vllm_moe_oracle.cli import layer_arguments
 from vllm_moe_oracle.devices import detect
@@ -27,7 +27,7 @@ H200 = ("--device", "nvidia-h200", "--set", "use_measurements=0")
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
+def write(tmp_path: Path) -> Write:
     """Writes a published model's config in MXFP8 into a folder whose name a shell would split."""
 
     def made(name: str = "qwen3-30b-a3b", **changes: Any) -> Path:
@@ -66,7 +66,7 @@ def words(text: str) -> str:
     ],
 )
 def test_ranks_are_those_of_a_server(
-    options: tuple[Any, ...], header: str, parallel: dict[str, Any], run: Run, write: Callable[..., Path]
+    options: tuple[Any, ...], header: str, parallel: dict[str, Any], run: Run, write: Write
 ) -> None:
     shown = run("explain", write(), *H200, *options)
     assert header in words(shown.out.partition("layers:")[0])
@@ -96,21 +96,21 @@ def test_ranks_are_those_of_a_server(
     ],
 )
 def test_options_without_effect_and_refusals_of_vllm_are_notes(
-    options: tuple[Any, ...], note: str, run: Run, write: Callable[..., Path]
+    options: tuple[Any, ...], note: str, run: Run, write: Write
 ) -> None:
-    assert note in words(run("explain", write(), *H200, *options).out)
+    assert note in run("explain", write(), *H200, *options).text
     noted = run("explain", write(), *H200, *options, "--json")
     assert any(note in each for each in noted.json["notes"]) and note in noted.err
 
 
-def test_data_parallel_ranks_of_a_cpu_are_noted_as_what_vllm_cannot_serve(run: Run, write: Callable[..., Path]) -> None:
+def test_data_parallel_ranks_of_a_cpu_are_noted_as_what_vllm_cannot_serve(run: Run, write: Write) -> None:
     note = "vLLM cannot exchange tokens between data-parallel ranks on a CPU: a server would not start"
     for options, noted in ((("--dp", 2), True), (("--dp", 2, "--ep"), True), (("--tp", 2, "--ep"), False)):
         found = run("explain", write(), "--device", "cpu", *options, "--json")
         assert (note in found.json["notes"]) == noted, options
 
 
-def test_a_machine_without_a_gpu_is_noted_unless_it_was_named(run: Run, write: Callable[..., Path]) -> None:
+def test_a_machine_without_a_gpu_is_noted_unless_it_was_named(run: Run, write: Write) -> None:
     words = "this machine has no GPU"
     noted = any(words in each for each in run("explain", write(), "--json").json["notes"])
     assert noted == (detect.detect().kind == "cpu")
@@ -121,11 +121,11 @@ def test_a_machine_without_a_gpu_is_noted_unless_it_was_named(run: Run, write: C
 def test_experts_that_do_not_fit_a_rank_are_noted(run: Run) -> None:
     config = CONFIGS / "kimi-k2-thinking.json"
     for options, noted in (((), True), (("--tp", 2), True), (("--tp", 8), False), (("--tp", 8, "--ep"), False)):
-        said = words(run("explain", config, *H200, *options).out)
+        said = run("explain", config, *H200, *options).text
         assert ("GiB of each rank, and NVIDIA H200 has 141 GiB: a server needs more ranks" in said) == noted, options
 
 
-def test_usual_options_need_no_note(run: Run, write: Callable[..., Path]) -> None:
+def test_usual_options_need_no_note(run: Run, write: Write) -> None:
     for options in (
         ("--dp", 2),
         ("--dp", 2, "--ep"),
@@ -150,12 +150,12 @@ def test_usual_options_need_no_note(run: Run, write: Callable[..., Path]) -> Non
         (("--eplb", "--dp", 2), "--eplb: this needs expert parallelism over 2 ranks or more. Add --ep --tp N or"),
     ],
 )
-def test_wrong_options_are_one_line(options: tuple[Any, ...], error: str, run: Run, write: Callable[..., Path]) -> None:
+def test_wrong_options_are_one_line(options: tuple[Any, ...], error: str, run: Run, write: Write) -> None:
     result = run("explain", write(), *H200, *options)
     assert (result.status, result.out) == (2, "") and error in result.err and result.err.count("\n") == 1
 
 
-def test_data_parallel_ranks_can_move_and_place_experts(run: Run, write: Callable[..., Path]) -> None:
+def test_data_parallel_ranks_can_move_and_place_experts(run: Run, write: Write) -> None:
     spread = ("explain", write("deepseek-v3"), "--device", "nvidia-b200", "--json", "--ep", "--dp", "8")
     assert run(*spread, "--eplb").json["groups"][0]["problem"]["eplb"]
     asked = (*spread, "--expert-placement-strategy", "round_robin")
@@ -171,14 +171,14 @@ def test_an_all_to_all_that_cannot_carry_the_layer_is_a_failure(run: Run) -> Non
     assert run(*options).status == 0
     refused = run(*options, "--all2all-backend", "deepep_high_throughput")
     said = "does not carry hidden size 2880: vLLM rounds it up to 3072, and no backend here loads such a layer. Choose"
-    assert refused.status == 3 and said in words(refused.out) and "another --all2all-backend" in words(refused.out)
-    assert "left to stock" not in words(refused.out)
+    assert refused.status == 3 and said in refused.text and "another --all2all-backend" in refused.text
+    assert "left to stock" not in refused.text
 
 
 # --- brief ------------------------------------------------------------------------------------------------------------
 
 
-def test_brief_has_one_block_for_each_group(run: Run, write: Callable[..., Path]) -> None:
+def test_brief_has_one_block_for_each_group(run: Run, write: Write) -> None:
     override = ("--set", r"overrides=re:layers\.[0-9]\.=emulation")
     result = run("explain", write(num_hidden_layers=20), *H200, *override, "--brief", "--ep")
     blocks = result.out.split("\n\n")
@@ -202,19 +202,19 @@ def row(block: str, name: str) -> str:
     return words(" ".join(lines[first:more])).removeprefix(f"{name} ")
 
 
-def test_brief_has_sizes_only_where_they_are_padded(run: Run, write: Callable[..., Path]) -> None:
+def test_brief_has_sizes_only_where_they_are_padded(run: Run, write: Write) -> None:
     plain = run("explain", write(), *H200, "--brief").out
     padded = run("explain", write(moe_intermediate_size=1056), *H200, "--backend", "marlin_mxfp8", "--brief").out
     assert "  sizes " not in plain and "padded" in row(padded, "sizes")
 
 
-def test_brief_says_what_fails(run: Run, write: Callable[..., Path]) -> None:
+def test_brief_says_what_fails(run: Run, write: Write) -> None:
     result = run("explain", write(), "--device", "cpu", "--set", "disable=emulation,cpu_dequantized", "--brief")
     assert result.status == 3
     assert row(result.out, "backend") == "none" and row(result.out, "why").startswith("no backend can run mxfp8")
 
 
-def test_brief_json_is_the_same_without_rejected_candidates(run: Run, write: Callable[..., Path]) -> None:
+def test_brief_json_is_the_same_without_rejected_candidates(run: Run, write: Write) -> None:
     command = ("explain", write(), *A100, "--tp", 2, "--json")
     full, brief = run(*command).json, run(*command, "--brief").json
     rejected = [each for each in full["groups"][0]["candidates"] if not each["accepted"]]
@@ -225,7 +225,7 @@ def test_brief_json_is_the_same_without_rejected_candidates(run: Run, write: Cal
 
 @pytest.mark.parametrize("columns", [20, 40, 80])
 def test_narrow_output_breaks_lines_but_no_command(
-    columns: int, run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    columns: int, run: Run, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     path = write()
@@ -236,7 +236,7 @@ def test_narrow_output_breaks_lines_but_no_command(
 
 
 def test_narrow_output_lists_candidates_instead_of_a_table(
-    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    run: Run, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     out = run("explain", write(), *H200).out
@@ -287,7 +287,7 @@ def test_the_command_measures_what_was_explained(
     changes: dict[str, Any],
     options: tuple[Any, ...],
     run: Run,
-    write: Callable[..., Path],
+    write: Write,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -308,7 +308,7 @@ def test_the_command_measures_what_was_explained(
     assert measured_by(command, run, monkeypatch) == shapes
 
 
-def test_batch_invariance_is_given_on(run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariance_is_given_on(run: Run, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels read vLLM's variable, so it is set while they are measured."""
     import os
 
@@ -338,17 +338,13 @@ def test_ragged_shards_are_measured_as_they_are_served(
     "options",
     [("--backend", "marlin_mxfp8"), ("--set", "use_measurements=0"), ("--device", "cpu"), ("--device", "nvidia-h800")],
 )
-def test_no_command_where_measuring_changes_nothing(
-    options: tuple[str, ...], run: Run, write: Callable[..., Path]
-) -> None:
+def test_no_command_where_measuring_changes_nothing(options: tuple[str, ...], run: Run, write: Write) -> None:
     """The user decides, measurements are off, there is no GPU, or predicted times decide already."""
     result = run("explain", write(), *A100, *options)
     assert result.status == 0 and "  measure " not in result.out
 
 
-def test_a_path_that_looks_like_an_option_stays_a_path(
-    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_that_looks_like_an_option_stays_a_path(run: Run, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(write().parent)
     write().rename("-c")
     (group,) = run("explain", *A100, "--json", "--", "-c").json["groups"]
@@ -359,11 +355,11 @@ def test_a_path_that_looks_like_an_option_stays_a_path(
 # --- layers that only stock vLLM takes --------------------------------------------------------------------------------
 
 
-def kimi(write: Callable[..., Path]) -> Path:
+def kimi(write: Write) -> Path:
     return write(model_type="kimi_linear", moe_intermediate_size=3072)
 
 
-def gpt_oss(write: Callable[..., Path]) -> Path:
+def gpt_oss(write: Write) -> Path:
     return CONFIGS / "gpt-oss-20b.json"
 
 
@@ -377,15 +373,15 @@ def gpt_oss(write: Callable[..., Path]) -> Path:
     ],
 )
 def test_a_layer_that_stock_takes_otherwise_is_left_to_it(
-    model: Callable[..., Path], options: tuple[Any, ...], said: str, run: Run, write: Callable[..., Path]
+    model: Write, options: tuple[Any, ...], said: str, run: Run, write: Write
 ) -> None:
     path = model(write)
     found = run("explain", path, *A100, "--brief", *options)
     assert found.status == 0
-    assert "backend stock vLLM's why left to stock vLLM" in words(found.out) and said in words(found.out)
+    assert "backend stock vLLM's why left to stock vLLM" in found.text and said in found.text
     # A backend that the user names is never replaced.
     named = run("explain", path, *A100, "--brief", *options, "--backend", "emulation")
-    assert named.status == 3 and "backend none" in words(named.out)
+    assert named.status == 3 and "backend none" in named.text
 
 
 @pytest.mark.parametrize("device", ["nvidia-a100", "nvidia-h200", "nvidia-b200", "cpu"])
@@ -413,9 +409,9 @@ def test_experts_that_vllms_loader_would_lose_are_not_left_to_stock(
     assert ways in group["failure"] and not any("left to stock" in each for each in found.json["notes"])
 
 
-def test_a_size_that_no_stock_class_pads_has_no_backend(run: Run, write: Callable[..., Path]) -> None:
+def test_a_size_that_no_stock_class_pads_has_no_backend(run: Run, write: Write) -> None:
     found = run("explain", write(), *A100, "--tp", 32, "--brief")
-    assert found.status == 3 and "768 / 32 = 24 is not a multiple" in words(found.out)
+    assert found.status == 3 and "768 / 32 = 24 is not a multiple" in found.text
 
 
 def test_a_model_that_may_start_keeps_its_gain(run: Run, tmp_path: Path) -> None:
@@ -424,8 +420,8 @@ def test_a_model_that_may_start_keeps_its_gain(run: Run, tmp_path: Path) -> None
     gptq["dynamic"] = {"-:.*self_attn.*": {}}
     (tmp_path / "config.json").write_text(json.dumps(quantized() | {"quantization_config": gptq}))
     found = run("explain", tmp_path, "--device", "h100", "--vllm", NEWEST)
-    assert found.status == 0 and "a server does not start, unless" in words(found.out)
-    assert "gain over stock none" not in words(found.out)
+    assert found.status == 0 and "a server does not start, unless" in found.text
+    assert "gain over stock none" not in found.text
 
 
 def test_a_model_that_vllm_refuses_gains_nothing(run: Run, tmp_path: Path) -> None:
@@ -433,8 +429,8 @@ def test_a_model_that_vllm_refuses_gains_nothing(run: Run, tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps(quantized() | {"quantization_config": gptq}))
     told = "take 4- and 8-bit codes with sym true, the config says bits 4 and sym false"
     found = run("explain", tmp_path, "--device", "h100")
-    assert found.status == 0 and told in words(found.out) and "a server does not start, unless" in words(found.out)
-    assert "gain over stock none, since a server would not start: see the note" in words(found.out)
+    assert found.status == 0 and told in found.text and "a server does not start, unless" in found.text
+    assert "gain over stock none, since a server would not start: see the note" in found.text
     found = run("explain", tmp_path, "--device", "h100", "--json")
     (group,) = found.json["groups"]
     assert group["gain_over_stock"] is None and group["measure"] is None and any(told in x for x in found.json["notes"])
@@ -475,7 +471,7 @@ def another_programs(file: Path) -> None:
     ],
 )
 def test_a_cache_that_cannot_be_used_is_told(
-    make: Callable[[Path], None], why: str, run: Run, write: Callable[..., Path], tmp_path: Path
+    make: Callable[[Path], None], why: str, run: Run, write: Write, tmp_path: Path
 ) -> None:
     file = tmp_path / FILE_NAME
     make(file)
@@ -490,13 +486,13 @@ def test_a_cache_that_cannot_be_used_is_told(
     assert why not in run(*options, "--set", "use_measurements=0").err, "it is not asked"
 
 
-def test_a_cache_that_is_not_there_or_in_order_is_no_news(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_cache_that_is_not_there_or_in_order_is_no_news(run: Run, write: Write, tmp_path: Path) -> None:
     for _ in range(2):
         assert "cache" not in run("explain", write(), "--device", "h100", "--set", f"cache={tmp_path}").err
         Store(tmp_path).prepare()
 
 
-def test_a_cache_below_a_file_is_told(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_cache_below_a_file_is_told(run: Run, write: Write, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     found = run("explain", write(), "--device", "h100", "--set", f"cache={tmp_path / 'file'}")
     assert found.status == 0 and "the cache is not used" in found.err and "parent is not a directory" in found.err

@@ -65,7 +65,7 @@ def test_a_setting_that_a_server_cannot_follow_fails_the_check(
 ) -> None:
     monkeypatch.setenv(f"MOE_ORACLE_{variable}", value)
     result = run("status", "--check")
-    assert result.status == 1 and said in " ".join(result.out.split())
+    assert result.status == 1 and said in result.text
     data = run("status", "--json", "--check").json
     assert any(said in problem for problem in data["problems"])
     starts = variable in ("PROFILE", "REPORT", "CACHE")
@@ -95,7 +95,7 @@ def test_a_backend_that_could_not_be_loaded_fails_the_check(run: Run, monkeypatc
     registry.load_errors["theirs"] = "ImportError: no"
     monkeypatch.setattr(status, "_discover", lambda: registry)
     result = run("status", "--check")
-    said = " ".join(result.out.split())
+    said = result.text
     assert result.status == 1 and "entry point theirs could not be loaded: ImportError: no" in said
 
 
@@ -115,7 +115,7 @@ def test_a_named_backend_that_runs_nothing_here_fails_the_check(
     monkeypatch.setattr(detect, "detect", lambda: Device("cpu", "A CPU"))
     monkeypatch.setenv(f"MOE_ORACLE_{variable}", value)
     result = run("status", "--check")
-    text = " ".join(result.out.split())
+    text = result.text
     assert result.status == (1 if said else 0)
     assert f"MOE_ORACLE_{variable}: {said}" in text if said else "nothing is wrong" in text
     assert run("status").status == 0  # a server may be elsewhere
@@ -131,7 +131,7 @@ def test_vllm_is_imported_only_where_registration_is_asked_for(run: Run, monkeyp
 
     monkeypatch.setattr(status, "_register_plugin", register)
     monkeypatch.setattr(plugin, "_vllm_version", lambda: NEWEST)
-    said = " ".join(run("status").out.split())
+    said = run("status").text
     assert not registered and "plugin active: a server would register it" in said
     assert "changes not tried: --check registers the plugin as vLLM would" in said
     for word in ("--check", "--verbose", "--json"):
@@ -144,14 +144,14 @@ def test_vllm_is_imported_only_where_registration_is_asked_for(run: Run, monkeyp
     ):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            assert why in " ".join(run("status").out.split())
+            assert why in run("status").text
     with monkeypatch.context() as patch:
         patch.setattr(detect, "detect", lambda: Device("rocm", "AMD"))
-        assert "not active: no backend knows" in " ".join(run("status").out.split())
+        assert "not active: no backend knows" in run("status").text
     for version, why in ((None, "vLLM is not installed"), ("0.1.0", "0.1.0")):
         with monkeypatch.context() as patch:
             patch.setattr(plugin, "_vllm_version", lambda version=version: version)
-            assert re.search(f"plugin not active: .*{why}", " ".join(run("status").out.split()))
+            assert re.search(f"plugin not active: .*{why}", run("status").text)
 
 
 def test_the_quick_report_imports_neither_vllm_nor_torch() -> None:
@@ -212,7 +212,7 @@ def test_layers_that_running_servers_leave_to_stock_are_listed(run: Run, tmp_pat
     try:
         for lock in locks:
             fcntl.flock(lock, fcntl.LOCK_SH)
-        said = " ".join(run("status").out.split())
+        said = run("status").text
         (server,) = run("status", "--json").json["servers"]
         assert len(list(decision_records.running_servers())) == 2
     finally:

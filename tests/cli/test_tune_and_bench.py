@@ -420,7 +420,7 @@ MXFP8 = Path(__file__).parents[2] / "examples" / "qwen3-30b-a3b-mxfp8.json"
 def test_explain_shows_what_was_measured(run: Run, measured: Path) -> None:
     where = ("--device", "nvidia-h200", "--set", f"cache={measured}")
     result = run("explain", MXFP8, *where)
-    words = " ".join(result.out.split())
+    words = result.text
     assert "why measured: " in words and "less time than humming_mxfp8" in words and "the cache (NVIDIA H200" in words
     data = run("explain", MXFP8, *where, "--json").json["groups"][0]["decision"]
     assert data["why"] == "measured" and data["measured"]["comparison_base"] == "humming_mxfp8"
@@ -428,7 +428,7 @@ def test_explain_shows_what_was_measured(run: Run, measured: Path) -> None:
     assert decode["backend"] == "marlin_mxfp8"
     assert [count for count, _, _ in decode["measured"]["slower_at"]] == [256, 1024, 4096]
     turns = run("explain", MXFP8, *where, "--set", "allow_second_layout=1")
-    words = " ".join(turns.out.split())
+    words = turns.text
     said = (
         "token ranges marlin_mxfp8 up to 128 tokens, hopper_mxfp8 beyond; a second copy of the weights: about 594 MiB"
     )
@@ -440,7 +440,7 @@ def test_explain_shows_what_was_measured(run: Run, measured: Path) -> None:
     assert rows["hopper_mxfp8"] == "1: 50.0, 16: 50.0, 256: 40.0, 4096: 40.0"
     assert rows["emulation"].startswith("by name only: ")
     assert "microseconds" not in run("explain", MXFP8, *where, "--set", "use_measurements=0").out
-    assert "reasons, or microseconds by tokens" in " ".join(result.out.split())
+    assert "reasons, or microseconds by tokens" in result.text
     off = run("explain", MXFP8, *where, "--set", "use_measurements=0", "--json").json["groups"][0]["decision"]
     assert off["why"] == "static"
 
@@ -461,20 +461,20 @@ def test_what_failed_is_shown_without_moving_the_cursor(run: Run, tmp_path: Path
     where = tmp_path if source == "cache" else tmp_path / "p.json"
     result = run("explain", MXFP8, "--device", "nvidia-h200", "--set", f"{source}={where}")
     assert result.status == 0 and "\x1b" not in result.out + result.err
-    assert "marlin_mxfp8: no [2Jroom ERROR: none of our lines" in " ".join(result.out.split())
+    assert "marlin_mxfp8: no [2Jroom ERROR: none of our lines" in result.text
     assert not [line for line in result.out.splitlines() if line.startswith("ERROR")]
 
 
 def test_explain_says_why_measurements_of_another_card_are_not_used(run: Run, measured: Path) -> None:
     result = run("explain", MXFP8, "--device", "nvidia-h800", "--set", f"cache={measured}")
-    words = " ".join(result.out.split())
+    words = result.text
     assert "measurements in the cache are of NVIDIA H200, not of NVIDIA H800" in words
 
 
 def test_status_says_what_is_kept(run: Run, measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_ORACLE_CACHE", str(measured))
     assert run("status", "--json").json["cache"]["measurements"] == {f"NVIDIA H200, vLLM {NEWEST}": 21}
-    assert f"21 on NVIDIA H200, vLLM {NEWEST}" in " ".join(run("status").out.split())
+    assert f"21 on NVIDIA H200, vLLM {NEWEST}" in run("status").text
     (measured / "measurements.sqlite").write_bytes(b"rubbish")
     result = run("status")
     assert result.status == 0 and "not used:" in result.out

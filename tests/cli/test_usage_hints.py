@@ -62,4 +62,4 @@ def test_what_goes_on_to_vllm_gets_vllms_names() -> None:
 )
 def test_a_usage_error_says_what_was_meant(words: tuple[object, ...], said: str, run: Run) -> None:
     result = run(*words)
-    assert (result.status, result.out) == (2, "") and said in " ".join(result.err.split())
+    assert (result.status, result.out) == (2, "") and said in result.messages

@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular kernel")
-
 from tests.lib import cli, faulty_backends, integer_checkpoints
 from tests.lib.checkpoints import Size, rewrite_tensors, write_checkpoint
 from tests.lib.integer_checkpoints import Integers

@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lib.cases import H200, INT4_G128, MXFP8, problem
-
-pytest.importorskip("vllm", reason="functions run through vLLM's modular kernel")
-
 from tests.lib import faulty_backends as lib
+from tests.lib.cases import H200, INT4_G128, MXFP8, problem
 from tests.lib.faulty_backends import MXFP4, OAI, Faulty, check, weights
 from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.compat import current_adapter

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="the adapter imports it")
-
 from vllm_moe_oracle.compat.engine_adapter import EngineAdapter
 
 

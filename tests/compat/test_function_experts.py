@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.lib.cases import MXFP8, problem
-
-pytest.importorskip("vllm", reason="functions run through vLLM's modular kernel")
-
 from tests.lib import faulty_backends
+from tests.lib.cases import MXFP8, problem
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.compat.experts_builder import VllmBuilder
 from vllm_moe_oracle.compat.function_experts import FunctionExperts

@@ -6,15 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-
-from tests.lib.cases import problem
-from tests.lib.method_layers import moe_config
-
-pytest.importorskip("vllm", reason="experts run in vLLM's modular kernel")
-
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import make_moe_prepare_and_finalize_no_dp_ep
 
+from tests.lib.cases import problem
+from tests.lib.method_layers import moe_config
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.compat.function_experts import FunctionExperts
 from vllm_moe_oracle.compat.standalone_layer import single_rank_worker

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="the constructor is vLLM's")
-
 from vllm_moe_oracle.compat import unquantized_experts
 from vllm_moe_oracle.compat.unquantized_experts import UnquantizedChoice
 from vllm_moe_oracle.methods import served_schemes

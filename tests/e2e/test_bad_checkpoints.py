@@ -11,10 +11,6 @@ import torch
 from tests.lib import checkpoints, vllm_runner
 from tests.lib.served import Results, job
 
-pytest.importorskip("vllm", reason="loading needs vLLM")
-
-pytestmark = pytest.mark.full
-
 EXPERT = "model.layers.1.mlp.experts.3."
 
 

@@ -15,10 +15,6 @@ import pytest
 from tests.lib import checkpoints, distributions, reference, vllm_runner
 from tests.lib.served import PROMPT, assert_says, tolerance
 
-pytest.importorskip("vllm", reason="models are served")
-
-pytestmark = pytest.mark.full
-
 TOKENS = 4
 RANKS = 2
 SHARDS: dict[str, Any] = {"data_parallel_size": RANKS}

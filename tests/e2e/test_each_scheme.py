@@ -11,8 +11,6 @@ from tests.lib import checkpoints, integer_checkpoints, reference, vllm_runner
 from tests.lib.integer_checkpoints import Integers
 from tests.lib.served import LAYERS, PROMPT, Results, assert_says, job, tolerance
 
-pytest.importorskip("vllm", reason="serving needs vLLM")
-
 SCHEMES = ("mxfp8", "mxfp4", "wna16")
 TOKENS = 2
 

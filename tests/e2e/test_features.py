@@ -17,10 +17,6 @@ import torch
 from tests.lib import checkpoints, reference, vllm_runner
 from tests.lib.served import LAYERS, LOGIT, Expected, Results, assert_says, tolerance
 
-pytest.importorskip("vllm", reason="models are served")
-
-pytestmark = pytest.mark.full
-
 PROMPT = [*range(5, 25), *range(5, 25)]
 """Longer than a block of the cache and than a chunk; its second half repeats the first, for drafts by n-grams."""
 TOKENS = 5

@@ -13,10 +13,6 @@ import pytest
 
 from tests.lib import checkpoints, distributions, vllm_runner
 
-pytest.importorskip("vllm", reason="models are served")
-
-pytestmark = pytest.mark.full
-
 PROMPT = [5, 6, 7, 8]
 TOKENS = 4
 SECONDS = 200

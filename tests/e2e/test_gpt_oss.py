@@ -17,10 +17,6 @@ from tests.lib import checkpoints, reference, vllm_runner
 from tests.lib.served import PROMPT, Expected, Results, assert_says, difference, job, tolerance
 from vllm_moe_oracle.devices.detect import detect
 
-pytest.importorskip("vllm", reason="serving needs vLLM")
-
-pytestmark = pytest.mark.full
-
 SIZE = replace(checkpoints.Size(), top_k=4)
 TOKENS = 4
 

@@ -15,10 +15,6 @@ import pytest
 from tests.lib import checkpoints, reference, vllm_runner
 from tests.lib.served import PROMPT, assert_says, job, tolerance
 
-pytest.importorskip("vllm", reason="models are served")
-
-pytestmark = pytest.mark.full
-
 # 3 blocks are 2 and 1 on two ranks.
 SIZE = replace(checkpoints.Size(), top_k=4, intermediate=96)
 TOKENS = 4

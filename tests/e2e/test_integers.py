@@ -26,10 +26,6 @@ from vllm_moe_oracle.core.problem import Scheme
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import default_registry
 
-pytest.importorskip("vllm", reason="serving needs vLLM")
-
-pytestmark = pytest.mark.full
-
 TOLERANCE = tolerance("float32")
 TOKENS = 3
 EXPERT = "model.layers.1.mlp.experts.3."

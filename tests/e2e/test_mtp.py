@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="models are served")
-
 from tests.gpu import ranks
 from tests.lib import checkpoints, reference
 from tests.lib.served import PROMPT
-
-pytestmark = pytest.mark.full
 
 TOKENS = 12
 

@@ -18,10 +18,6 @@ import torch
 from tests.lib import checkpoints, reference, vllm_runner
 from tests.lib.served import PROMPT, Results, assert_says, job, tolerance
 
-pytest.importorskip("vllm", reason="serving needs vLLM")
-
-pytestmark = pytest.mark.full
-
 TOKENS = 4
 EXACT = {"activations": "16bit", "backend": "emulation"}
 GROUP = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}

@@ -14,10 +14,6 @@ import pytest
 from tests.lib import checkpoints, reference, vllm_runner
 from tests.lib.served import PROMPT, Results, assert_says, job, tolerance
 
-pytest.importorskip("vllm", reason="serving needs vLLM")
-
-pytestmark = pytest.mark.full
-
 TOKENS = 6
 
 TAGS = ("modelopt", "modelopt_mxfp8", "mxfp8", "legacy", "legacy_producer", "compressed-tensors")

@@ -9,10 +9,6 @@ import pytest
 
 from tests.lib import checkpoints, distributions, vllm_runner
 
-pytest.importorskip("vllm", reason="models are served")
-
-pytestmark = pytest.mark.full
-
 PLUGIN = '''
 """A plugin of vLLM that makes the second rank another one."""
 import multiprocessing

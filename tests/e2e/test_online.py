@@ -17,10 +17,6 @@ import torch
 from tests.lib import checkpoints, reference, vllm_runner
 from tests.lib.served import PROMPT, Results, assert_says, job, tolerance
 
-pytest.importorskip("vllm", reason="serving needs vLLM")
-
-pytestmark = pytest.mark.full
-
 TOKENS = 6
 
 IGNORED = ["lm_head", "re:.*\\.mlp\\.gate$"]

@@ -11,10 +11,6 @@ import pytest
 from tests.lib import checkpoints, reference, vllm_runner
 from tests.lib.served import PROMPT, assert_says, job, tolerance
 
-pytest.importorskip("vllm", reason="models are served")
-
-pytestmark = pytest.mark.full
-
 TOKENS = 4
 EXPERTS = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 ONLINE = {"quantization": "mxfp8", "quantization_config": {"ignore": ["lm_head", "re:.*\\.mlp\\.gate$"]}}

@@ -16,10 +16,6 @@ import pytest
 from tests.lib import checkpoints, distributions, reference, vllm_runner
 from tests.lib.served import PROMPT, assert_says, job, tolerance
 
-pytest.importorskip("vllm", reason="models are served")
-
-pytestmark = pytest.mark.full
-
 TOKENS = 4
 RANKS = 2
 ENGINE: dict[str, Any] = {"tensor_parallel_size": RANKS}

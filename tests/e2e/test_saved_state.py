@@ -12,10 +12,6 @@ from tests.lib import checkpoints, integer_checkpoints, vllm_runner
 from tests.lib.integer_checkpoints import Integers
 from tests.lib.served import PROMPT
 
-pytest.importorskip("vllm", reason="serving needs vLLM")
-
-pytestmark = pytest.mark.full
-
 FAMILIES = ("mxfp8", "gpt_oss", "gptq", "awq", "compressed-tensors")
 
 

@@ -14,10 +14,6 @@ import torch
 from tests.lib import checkpoints, reference, vllm_runner
 from tests.lib.served import LAYERS, PROMPT, Expected, Results, assert_says, difference, job, tolerance
 
-pytest.importorskip("vllm", reason="serving needs vLLM")
-
-pytestmark = pytest.mark.full
-
 TOKENS = 6
 OAI = {"alpha": 1.702, "beta": 1.0, "limit": 2.0}
 

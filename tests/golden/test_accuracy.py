@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="the gate's module builds experts through vLLM's modular kernel")
-
 from tests.lib import accuracy, smollm2
 from tests.lib.integer_checkpoints import Integers
 from tests.tools import accuracy_tables

@@ -21,14 +21,9 @@ import torch
 
 from tests.gpu.fp8_reference import codes_of, error, reference, scales_of
 from tests.gpu.kernel_cases import UNIT, Case, Layer, activated, e4m3, half_elsewhere, inputs, make_layer, poisoned
-
-pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
-
-from vllm_moe_oracle.kernels import fp8_moe, fp8_quantize  # noqa: E402
-from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights, pack_fp8_expert  # noqa: E402
-from vllm_moe_oracle.layouts import e4m3_folding  # noqa: E402
+from vllm_moe_oracle.kernels import fp8_moe, fp8_quantize
+from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights, pack_fp8_expert
+from vllm_moe_oracle.layouts import e4m3_folding
 
 _BASE = Case("oai", "mxfp4", 32, "swigluoai", bias=True, limit=7.0, experts=16, top_k=4, hidden=320, inner=160)
 CASES = (

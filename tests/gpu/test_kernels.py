@@ -21,16 +21,11 @@ from tests.gpu.kernel_cases import (
     poisoned,
     reference,
 )
-
-pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
-
-from tests.gpu.stored_layers import check, layer_of  # noqa: E402
-from vllm_moe_oracle.kernels import config as configs  # noqa: E402
-from vllm_moe_oracle.kernels import fused_moe as fm  # noqa: E402
-from vllm_moe_oracle.kernels import gemm, launch_config  # noqa: E402
-from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig  # noqa: E402
+from tests.gpu.stored_layers import check, layer_of
+from vllm_moe_oracle.kernels import config as configs
+from vllm_moe_oracle.kernels import fused_moe as fm
+from vllm_moe_oracle.kernels import gemm, launch_config
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
 
 TOKENS = (1, 2, 3, 17, 129, 513)
 MANY_TOKENS = 2200  # more than 8192 slots of top-4: ids are then sorted in more than one step

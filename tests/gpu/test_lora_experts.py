@@ -16,9 +16,6 @@ from unittest import mock
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
-
 from tests.gpu import backend_table, kernel_cases, lora_layer, ranks
 from tests.gpu.kernel_cases import UNIT, by_name, half_elsewhere, inputs, poisoned, reference
 from tests.gpu.stored_layers import check, layer_of
@@ -30,8 +27,6 @@ from vllm_moe_oracle.kernels import fused_moe as fm
 from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
 from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
 from vllm_moe_oracle.kernels.weights import allocate_weights
-
-pytestmark = pytest.mark.gpu
 
 # --- The kernels ------------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from vllm_moe_oracle import plugin, settings
 from vllm_moe_oracle.core.measurement_set import MeasurementSet
 from vllm_moe_oracle.devices import detect
@@ -25,8 +23,6 @@ from vllm_moe_oracle.measurements.store import Store
 from vllm_moe_oracle.measuring import benchmarks, engine, timing, tuning
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide
-
-pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module", autouse=True)

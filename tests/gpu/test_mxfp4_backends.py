@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
-
 from tests.gpu import backend_table
 from tests.gpu.backend_table import Built, Case, Checkpoint
 from tests.gpu.table_mxfp4 import _OAI, _SILU, GPT_OSS, OTHERS, TABLE
@@ -18,7 +15,7 @@ from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.schemes import mxfp4
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 CASES = (
     Case("whole_oai", GPT_OSS, 8, 2, 512, 256, **_OAI),

@@ -15,9 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
-
 from tests.gpu import backend_table, table_mxfp4, table_mxfp8, table_wna16
 from tests.gpu.backend_table import Case, Table
 from tests.gpu.table_mxfp4 import _OAI, _SILU, GPT_OSS, OTHERS
@@ -25,8 +22,6 @@ from tests.gpu.table_mxfp8 import SCHEME
 from tests.gpu.table_wna16 import CT, _scheme
 from tests.lib.padding_checks import Cut, Dirty
 from vllm_moe_oracle import plugin
-
-pytestmark = pytest.mark.gpu
 
 SMALL, EVEN = (8, 2, 160, 96), (8, 2, 256, 96)
 """Experts, top-k, hidden and intermediate size: of the first, Humming pads both matrices' rows and columns, and this

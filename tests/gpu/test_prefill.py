@@ -8,16 +8,11 @@ import pytest
 import torch
 
 from tests.gpu.kernel_cases import CASES, Case, half_elsewhere, inputs, poisoned, reference
-
-pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
-
-from tests.gpu.stored_layers import check, layer_of  # noqa: E402
-from vllm_moe_oracle.kernels import fused_moe as fm  # noqa: E402
-from vllm_moe_oracle.kernels import prefill_launch, prefill_route  # noqa: E402
-from vllm_moe_oracle.kernels.prefill_config import PrefillConfig, prefill_errors  # noqa: E402
-from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights  # noqa: E402
+from tests.gpu.stored_layers import check, layer_of
+from vllm_moe_oracle.kernels import fused_moe as fm
+from vllm_moe_oracle.kernels import prefill_launch, prefill_route
+from vllm_moe_oracle.kernels.prefill_config import PrefillConfig, prefill_errors
+from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights
 
 
 def whole_steps(case: Case) -> Case:

@@ -18,9 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
-
 from tests.gpu import backend_table, parallel_checks, table_mxfp4, table_mxfp8, table_wna16
 from tests.gpu.backend_table import Case, Table
 from tests.gpu.parallel_checks import Check, Outcome
@@ -29,8 +26,6 @@ from vllm_moe_oracle.backends import Backend
 from vllm_moe_oracle.backends._hopper import HopperBackend
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import SelfCheckError
-
-pytestmark = pytest.mark.gpu
 
 TABLES = {"mxfp8": table_mxfp8.TABLE, "mxfp4": table_mxfp4.TABLE, "wna16": table_wna16.TABLE}
 MANY = {"mxfp8": "qwen3_silu", "mxfp4": "gpt_oss_20b", "wna16": "qwen3_g128"}

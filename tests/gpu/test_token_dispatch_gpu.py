@@ -18,8 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.e2e import run_generate
@@ -30,8 +28,6 @@ from vllm_moe_oracle.measurements import profile
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import KernelShape, Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import Store
-
-pytestmark = pytest.mark.gpu
 
 FEW, MANY = "hopper_mxfp8", "marlin_mxfp8"
 BATCHES = (1, 4, 16, 32)

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
 
 from tests.lib.cases import H200, problem  # noqa: E402
 from vllm_moe_oracle.backends.emulation import BACKEND as EMULATION  # noqa: E402

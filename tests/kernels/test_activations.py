@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("triton")
-
 import torch
 from triton.compiler.errors import CompilationError
 

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="the module imports Triton")
-
 from vllm_moe_oracle.kernels.config import choose_config
 from vllm_moe_oracle.kernels.fused_moe import check_arguments, workspace_layout
 from vllm_moe_oracle.kernels.weights import allocate_weights

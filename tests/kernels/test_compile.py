@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
 
 from tests.lib.kernel_launches import LAYERS, MEASURED, compile_launch, disassemble, launches, stack_bytes  # noqa: E402
 from tests.lib.machine_code import overwritten_in_flight  # noqa: E402

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
 
 from vllm_moe_oracle.kernels import dequantize  # noqa: E402
 from vllm_moe_oracle.kernels import weights as kernel_weights  # noqa: E402

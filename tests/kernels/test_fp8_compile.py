@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
 
 from tests.lib.kernel_launches import Launch, compile_with_log, disassemble, fp8_launches, stack_bytes  # noqa: E402
 from vllm_moe_oracle.kernels import fp8_moe  # noqa: E402

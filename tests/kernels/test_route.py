@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from tests.lib.interpreted import run_interpreted  # noqa: E402

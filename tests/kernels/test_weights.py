@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
 
 from tests.gpu.kernel_cases import CASES, Case, Layer, by_name, make_layer, reference  # noqa: E402
 from vllm_moe_oracle.kernels import config as configs  # noqa: E402

@@ -18,6 +18,8 @@ from vllm_moe_oracle.cli import main as cli
 CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
 
 Run = Callable[..., "Result"]
+Write = Callable[..., Path]
+"""Writes a model's config, with fields replaced, and returns its path."""
 
 _click_command = functools.cache(typer.main.get_command)
 """Typer makes the commands of a tool from their functions each time that it is called, which takes longer than most
@@ -29,6 +31,16 @@ class Result:
 
     def __init__(self, status: int, out: str, err: str) -> None:
         self.status, self.out, self.err = status, out, err
+
+    @property
+    def text(self) -> str:
+        """Standard output with single spaces, however its lines were wrapped."""
+        return " ".join(self.out.split())
+
+    @property
+    def messages(self) -> str:
+        """Standard error likewise."""
+        return " ".join(self.err.split())
 
     @property
     def json(self) -> Any:

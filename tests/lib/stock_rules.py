@@ -15,7 +15,6 @@ import torch
 from tests.lib import vllm_configs
 from tests.lib.cases import GPT_OSS as HALVES
 from tests.lib.cases import MXFP8_W8A8, SILU, problem
-from tests.lib.releases import ReleaseUnavailable
 from tests.lib.releases import every_release as every_release
 from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, UncachedFunctools, exists, load, tree
 from vllm_moe_oracle import schemes
@@ -172,26 +171,9 @@ def refused(name: str, release: str, capability: int | None = None, **changes: A
     return codes_of(name, usual(name, **changes), device)
 
 
-def globals_of(release: str, path: str, **given: Any) -> dict[str, Any]:
-    """The globals of a file of a release after it has run, as by `stock_code.load`; the test is skipped where the
-    release cannot be had."""
-    try:
-        return load(release, path, **given)
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
-
-
-def tree_of(release: str, path: str) -> ast.Module:
-    """The syntax tree of a file of a release; the test is skipped where the release cannot be had."""
-    try:
-        return tree(release, path)
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
-
-
 def node_of(release: str, path: str, *names: str) -> Any:
     """The syntax tree of a class, a method or a function of a release."""
-    found: Any = tree_of(release, path)
+    found: Any = tree(release, path)
     for name in names:
         found = next(each for each in found.body if getattr(each, "name", "") == name)
     return found
@@ -228,9 +210,9 @@ def stock_of(release: str, name: str, capability: int) -> tuple[Any, dict[str, A
     platform = Platform(capability)
     # `CudaPlatform.support_deep_gemm`.
     deep_gemm = platform.support_deep_gemm() or (number(release) >= (0, 24) and capability // 10 == 12)
-    activation = globals_of(release, f"{FUSED_MOE}/activation.py", current_platform=platform)
+    activation = load(release, f"{FUSED_MOE}/activation.py", current_platform=platform)
     asked = ("MoEActivation", "apply_moe_activation_supported", "apply_moe_activation_masked_supported")
-    names = globals_of(
+    names = load(
         release, f"{FUSED_MOE}/experts/{file}.py", current_platform=platform, functools=UncachedFunctools,
         is_deep_gemm_supported=lambda: deep_gemm, has_flashinfer=lambda: True,
         has_flashinfer_cutlass_fused_moe=lambda: True, has_triton_kernels=lambda: True,
@@ -260,7 +242,7 @@ def offered(release: str, name: str) -> bool:
     if enumeration:
         known = members_of(release, f"{FUSED_MOE}/{file}", enumeration)
     else:
-        assigned = [node for node in tree_of(release, f"{FUSED_MOE}/{file}").body if isinstance(node, ast.Assign)]
+        assigned = [node for node in tree(release, f"{FUSED_MOE}/{file}").body if isinstance(node, ast.Assign)]
         (listed,) = (node.value for node in assigned if ast.unparse(node.targets[0]) == "_SUPPORTED_BACKENDS")
         known = [each.attr for each in ast.walk(listed) if isinstance(each, ast.Attribute)]
     return CLASSES[name][2] in known

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="the module builds experts through vLLM's modular kernel")
-
 from tests.lib import accuracy, smollm2
 from tests.lib.accuracy import Figures
 

@@ -20,9 +20,6 @@ import msgspec
 import pytest
 
 from tests.lib.cases import problem, registry
-
-pytest.importorskip("vllm", reason="what is measured runs through vLLM's modular kernel")
-
 from tests.lib.fake_backends import FAST, LAYERS, MODULES, SLOW, SMALL, Slowed
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.backends.emulation import Emulation

@@ -20,10 +20,6 @@ import torch
 from torch import Tensor
 
 from tests.lib.cases import MXFP8_W8A8, problem
-from vllm_moe_oracle.releases.supported import NEWEST
-
-pytest.importorskip("vllm", reason="what is measured runs through vLLM's modular kernel")
-
 from tests.lib.fake_backends import (
     FAST,
     HERE,
@@ -45,6 +41,7 @@ from vllm_moe_oracle.measurements.store import Store
 from vllm_moe_oracle.measuring import benchmarks, engine, precompile, random_weights, timing, tuning
 from vllm_moe_oracle.measuring.broken_context import BrokenContextError
 from vllm_moe_oracle.oracle import selection as oracle_module
+from vllm_moe_oracle.releases.supported import NEWEST
 
 
 @pytest.fixture(autouse=True)

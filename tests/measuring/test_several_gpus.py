@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="its processes build layers with vLLM")
-
 from tests.lib.cases import problem, registry
 from tests.lib.fake_backends import (
     FAST,

@@ -11,9 +11,6 @@ import pytest
 import torch
 
 from tests.lib.cases import CPU, backend, problem, registry
-
-pytest.importorskip("vllm", reason="the method is a subclass of vLLM's")
-
 from vllm_moe_oracle.compat.adapter import Adapter
 from vllm_moe_oracle.core.decision import TokenRange
 from vllm_moe_oracle.errors import LifecycleError

@@ -15,9 +15,6 @@ from torch import Tensor
 
 from tests.lib import gloo_ranks
 from tests.lib.cases import registry
-
-pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular kernel")
-
 from tests.lib.faulty_backends import (
     LAYERS,
     SWAPPED,

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="the methods are subclasses of vLLM's")
-
 from tests.lib import method_layers
 from tests.lib.method_layers import HIDDEN, INNER, Layer, created, load
 from vllm_moe_oracle.backends.emulation import Emulation

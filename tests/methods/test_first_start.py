@@ -14,9 +14,6 @@ import pytest
 
 from tests.lib import gloo_ranks
 from tests.lib.cases import H200, MXFP8_W8A8, backend, problem, registry
-
-pytest.importorskip("vllm", reason="methods import vLLM")
-
 from vllm_moe_oracle import plugin, settings
 from vllm_moe_oracle.backends import Capabilities
 from vllm_moe_oracle.core.decision import Decision

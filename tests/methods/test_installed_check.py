@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm", reason="the methods are subclasses of vLLM's")
-
 from tests.lib import faulty_backends as lib
 from tests.lib import method_layers
 from tests.lib.faulty_backends import Faulty

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="the methods' room imports torch")
-
 from tests.lib.cases import H200, backend, problem, refusing, registry
 from vllm_moe_oracle.core.decision import Decision, Reason
 from vllm_moe_oracle.core.measurement_set import MeasurementSet

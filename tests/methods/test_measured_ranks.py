@@ -12,9 +12,6 @@ import pytest
 
 from tests.lib import gloo_ranks
 from tests.lib.cases import H200, backend, problem, registry
-
-pytest.importorskip("torch", reason="ranks talk through torch")
-
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.measurements import lookup
 from vllm_moe_oracle.measurements.environment import Environment

@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from tests.lib.fake_layout import Permuted
-from tests.lib.peak_memory import Peak
-
-pytest.importorskip("vllm", reason="the method is a subclass of vLLM's")
-
 from tests.lib.method_layers import EXPERTS, HIDDEN, INNER, Layer, created, inside_vllm, load
+from tests.lib.peak_memory import Peak
 from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.errors import LifecycleError
 

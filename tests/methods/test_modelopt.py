@@ -11,8 +11,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-pytest.importorskip("vllm", reason="vLLM's own config classes are asked")
-
 from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.quantization.modelopt import modelopt_exclusion_matcher

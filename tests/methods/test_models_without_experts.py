@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="quantization configs are vLLM's")
-
 from tests.lib import forked
 from vllm_moe_oracle.compat import models_with_experts
 from vllm_moe_oracle.compat.models_with_experts import has_experts

@@ -14,12 +14,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-
-from tests.lib import checkpoints, vllm_runner
-from tests.lib.cases import problem
-
-pytest.importorskip("vllm", reason="vLLM's own classes are asked")
-
 from vllm.model_executor.layers.quantization import mxfp4 as stock
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
@@ -29,6 +23,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kMxfp8Dynamic,
 )
 
+from tests.lib import checkpoints, vllm_runner
+from tests.lib.cases import problem
 from vllm_moe_oracle import methods
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.methods import dtypes, mxfp4

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.lib.cases import H200, problem
-from vllm_moe_oracle.errors import SettingError
-from vllm_moe_oracle.settings import load
-
-pytest.importorskip("vllm")
 from vllm_moe_oracle.devices import detect
+from vllm_moe_oracle.errors import SettingError
 from vllm_moe_oracle.methods import backend_selection
+from vllm_moe_oracle.settings import load
 
 LAYERS = [problem(), problem(tp=2)]
 

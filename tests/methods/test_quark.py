@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-
-pytest.importorskip("vllm", reason="vLLM's own config class is asked")
 
 from vllm_moe_oracle.quantization import parse_config
 from vllm_moe_oracle.quantization.types import GATED_PROJECTIONS, LayerNames

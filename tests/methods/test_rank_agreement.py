@@ -15,9 +15,6 @@ from hypothesis import strategies as st
 
 from tests.lib import gloo_ranks
 from tests.lib.cases import CPU, backend, problem, registry
-
-pytest.importorskip("torch", reason="ranks talk through torch")
-
 from vllm_moe_oracle import __version__, settings
 from vllm_moe_oracle.core.problem import RANK_LOCAL_FIELDS, Activation, Parallel, Problem, Routing, Scheme
 from vllm_moe_oracle.errors import RankSyncError

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 
 from tests.lib import gloo_ranks
-
-pytest.importorskip("torch", reason="ranks talk through torch")
-
 from vllm_moe_oracle.errors import RankSyncError
 from vllm_moe_oracle.methods.rank_sync import (
     RankGroup,

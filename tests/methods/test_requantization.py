@@ -15,12 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.lib import method_layers as memory
-from tests.lib.fake_layout import Permuted
-from tests.lib.releases import DEFAULT_RELEASE, ReleaseUnavailable
-
-pytest.importorskip("vllm", reason="the method is a subclass of vLLM's")
-
 from tests.lib import stock_code
+from tests.lib.fake_layout import Permuted
+from tests.lib.releases import DEFAULT_RELEASE
 from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.releases.supported import NEWEST
@@ -65,12 +62,9 @@ def method_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from vllm_moe_oracle.methods.online import Mxfp8OnlineMoEMethod
 
     folder = f"{stock_code.QUANTIZATION}/online"
-    try:
-        mixin = stock_code.load(RELEASE, f"{folder}/requantization.py")["OnlineRequantizationMixin"]
-        given = {"OnlineRequantizationMixin": mixin}
-        base = stock_code.load(RELEASE, f"{folder}/moe_base.py", **given)["OnlineMoEMethodBase"]
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    mixin = stock_code.load(RELEASE, f"{folder}/requantization.py")["OnlineRequantizationMixin"]
+    given = {"OnlineRequantizationMixin": mixin}
+    base = stock_code.load(RELEASE, f"{folder}/moe_base.py", **given)["OnlineMoEMethodBase"]
     monkeypatch.setattr(moe_base.OnlineMoEMethodBase, "create_weights", base.create_weights)
     parts = (
         "create_requantization_source_weights",

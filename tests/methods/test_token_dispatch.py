@@ -15,9 +15,6 @@ import torch
 from torch import Tensor
 
 from tests.lib.cases import registry
-
-pytest.importorskip("vllm", reason="the method is a subclass of vLLM's")
-
 from tests.lib.method_layers import Layer, loader, moe_config, use_backends
 from vllm_moe_oracle.backends.emulation import Emulation, forward
 from vllm_moe_oracle.core.decision import TokenRange

@@ -11,22 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from tests.lib.cases import CPU, H200, problem
+from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.decision import Candidate, Reason, Rejected
+from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import NoBackendError
+from vllm_moe_oracle.methods import backend_selection, base, load_summary, rank_sync
+from vllm_moe_oracle.methods.base import OracleMoEMethod
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.settings import load
-
-pytest.importorskip("vllm", reason="methods subclass vLLM's")
-
-from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-
-from vllm_moe_oracle.compat import current_adapter
-from vllm_moe_oracle.devices import detect
-from vllm_moe_oracle.methods import backend_selection, base, load_summary, rank_sync
-from vllm_moe_oracle.methods.base import OracleMoEMethod
 
 
 class Stock(FusedMoEMethodBase):  # type: ignore[misc]

@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 
 from tests.lib.cases import registry
-
-pytest.importorskip("vllm", reason="a layer's method belongs to vLLM")
-
 from tests.lib.faulty_backends import LAYERS, Method, second, weights
 from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.errors import NoBackendError

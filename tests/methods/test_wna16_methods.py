@@ -14,15 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from tests.lib.wna16_layers import checkpoint_of, contents_of, layer_of
-
-pytest.importorskip("vllm", reason="methods subclass vLLM's")
-
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from tests.lib import moe_wna16_layers as moe
+from tests.lib.wna16_layers import checkpoint_of, contents_of, layer_of
 from vllm_moe_oracle import plugin
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.compat.layer_context import set_current_layer

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from tests.lib.golden_decisions import FULL_TEXT_FILE, GPUS, REGENERATE, GoldenTable, device_of, full_text
-from tests.lib.releases import ReleaseUnavailable
 from tests.lib.stock_choice_mxfp4 import CONSUMED, MODELS
 from tests.lib.stock_choice_mxfp4 import GOLDEN as MXFP4
 from tests.lib.stock_choice_mxfp8 import GOLDEN as MXFP8
@@ -40,10 +39,7 @@ def test_stock_choices_are_the_golden_ones(table: GoldenTable, capability: int) 
     rows = [row for row in table.rows() if row["sm"] == capability]
     assert rows
     for row in rows:
-        try:
-            found = table.stock(table.layer_of(row), capability)
-        except ReleaseUnavailable as error:
-            pytest.skip(str(error))
+        found = table.stock(table.layer_of(row), capability)
         assert found == row["stock"], f"{table.place(row)}: {REGENERATE}"
 
 

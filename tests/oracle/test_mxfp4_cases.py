@@ -15,7 +15,7 @@ import pytest
 from tests.lib.cases import GPT_OSS as HALVES
 from tests.lib.cases import problem
 from tests.lib.configs import CT_INPUTS, CT_MXFP8, GPTQ, INT4, PACKED, compressed, config, group
-from tests.lib.releases import ReleaseUnavailable, every_release, sources
+from tests.lib.releases import every_release, sources
 from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
 from vllm_moe_oracle.compat import ignored_env_vars
 from vllm_moe_oracle.core.capabilities import Capabilities
@@ -171,10 +171,7 @@ def test_gpt_osss_experts_are_refused_in_every_packing_before_they_load(quantiza
 def test_gpt_osss_loader_cuts_experts_into_equal_parts(release: str) -> None:
     """What the refusals of the tests before say of every release; nothing else decides what a rank loads, of whatever
     packing. Experts that come one by one are what a server hands out while it runs, none that checkpoints have."""
-    try:
-        text = (sources(release) / "vllm/model_executor/models/gpt_oss.py").read_text()
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    text = (sources(release) / "vllm/model_executor/models/gpt_oss.py").read_text()
     assert "experts_per_rank = num_experts // ep_size" in text
     assert "ep_rank_start = ep_rank * experts_per_rank" in text
     loaders = [node for node in ast.walk(ast.parse(text)) if getattr(node, "name", "").startswith("_load_weights_")]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.lib.configs import CT_INPUTS, CT_MXFP8, INT4, PACKED, compressed, config, group
-from tests.lib.releases import ReleaseUnavailable, every_release, sources
-from tests.lib.stock_rules import globals_of
+from tests.lib.releases import every_release, sources
+from tests.lib.stock_code import load
 from vllm_moe_oracle.checkpoint import MoeLayers, find_moe_layers, read_checkpoint
 from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.errors import CheckpointError
@@ -35,10 +35,7 @@ DEFAULT = ("gate_proj", "up_proj", "down_proj")
 @cache
 def said(release: str) -> dict[str, tuple[str | None, ...]]:
     """What models' code says, gate, up, down, by the model's file, or its folder where it has one."""
-    try:
-        root = sources(release) / "vllm"
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    root = sources(release) / "vllm"
     found: dict[str, tuple[str | None, ...]] = {}
     for path in [*(root / "model_executor/models").rglob("*.py"), *(root / "models").rglob("*.py")]:
         if "ckpt_names=" not in (text := path.read_text(encoding="utf-8")):
@@ -80,7 +77,7 @@ def test_the_table_is_what_each_release_asks(release: str) -> None:
     of_models = said(release)
     assert set(of_models) <= set(KINDS.values())  # a model that says names anew belongs into the table
     folder = "vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors_moe"
-    stock = globals_of(release, f"{folder}/compressed_tensors_moe.py")["CompressedTensorsMoEMethod"]
+    stock = load(release, f"{folder}/compressed_tensors_moe.py")["CompressedTensorsMoEMethod"]
     for kind, file in KINDS.items():
         config = Config()
         stock.get_moe_method(config, layer_of(release, of_models.get(file, DEFAULT)), "experts")
@@ -199,10 +196,7 @@ def test_a_release_may_be_written_in_any_way(release: str) -> None:
 
 @every_release
 def test_kimis_experts_are_filled_up_where_a_releases_code_says_so(release: str) -> None:
-    try:
-        root = sources(release) / "vllm"
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    root = sources(release) / "vllm"
     files = [*(root / "model_executor/models").glob("kimi_linear.py"), *(root / "models").glob("kimi_k3/*/*.py")]
     asks = {
         tuple(ast.literal_eval(each) for each in node.args[1:])

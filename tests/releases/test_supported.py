@@ -15,6 +15,7 @@ import pytest
 import torch
 from packaging.version import Version
 
+from tests.lib.releases import ReleaseUnavailable, every_release, sources
 from vllm_moe_oracle import compat
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.errors import StandDown
@@ -23,6 +24,15 @@ from vllm_moe_oracle.releases.supported import NEWEST
 
 ROOT = Path(__file__).resolve().parents[2]
 NEWEST_GROUP = compat.RELEASE_GROUPS[-1]
+
+
+@every_release
+def test_its_sources_can_be_had(release: str) -> None:
+    """Other tests on a release are skipped where they cannot."""
+    try:
+        assert (sources(release) / "vllm").is_dir()
+    except ReleaseUnavailable as error:
+        pytest.fail(str(error))
 
 
 @pytest.mark.parametrize(

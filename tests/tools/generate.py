@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -28,7 +29,17 @@ from packaging.version import Version
 
 from tests.lib import golden_files, readme_sections
 from tests.lib.readme_sections import paragraph
-from tests.tools import accuracy_tables, batched_table, evidence, page_one, ranks_table, recipes, tile_search_table
+from tests.tools import (
+    accuracy_tables,
+    batched_table,
+    evidence,
+    kernel_tables,
+    page_one,
+    ranks_table,
+    recipes,
+    serving_tables,
+    tile_search_table,
+)
 from vllm_moe_oracle import __version__
 from vllm_moe_oracle import settings as settings_module
 from vllm_moe_oracle.devices.catalog import known_device
@@ -182,7 +193,12 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "vllm_moe_oracle/backends/README.md": {"static-order": static_order},
     "vllm_moe_oracle/cli/README.md": {"explain": explain},
     "vllm_moe_oracle/kernels/README.md": {"kernels": kernels},
-    "vllm_moe_oracle/kernels/RESULTS.md": {"tile search": tile_search_table.table, "batched": batched_table.table},
+    "vllm_moe_oracle/kernels/RESULTS.md": {
+        **{name: functools.partial(kernel_tables.part, name) for name in kernel_tables.PARTS},
+        **serving_tables.PARTS,
+        "tile search": tile_search_table.table,
+        "batched": batched_table.table,
+    },
     "vllm_moe_oracle/measuring/README.md": {"evidence": evidence.table},
     "vllm_moe_oracle/quantization/README.md": {"integers": integers},
     "vllm_moe_oracle/releases/README.md": {"support-table": support_table},

@@ -1,10 +1,9 @@
-"""The kernels' result tables: ``python -m tests.tools.kernel_tables [BENCH.jsonl ...] [--write]``.
+"""The kernels' result tables: ``python -m tests.tools.kernel_tables BENCH.jsonl...``.
 
 Records of ``vllm-moe-oracle bench --jsonl`` become the newest tests/golden/h200/kernels-vllm-VERSION.json: this
 project's kernels beside stock vLLM's by layer and number of tokens, for the layers with targets. Where several files
-have a cell, the last one counts; cells that the last file lacks are marked as from another run.
-vllm_moe_oracle/kernels/RESULTS.md shows the tables, and those of tests/golden/h200/fp8-layers.jsonl. ``--write``
-renews them; without it the exit status is 1 when they are stale.
+have a cell, the last one counts; cells that the last file lacks are marked as from another run. `tests.tools.generate`
+makes the tables in vllm_moe_oracle/kernels/RESULTS.md of it, and of tests/golden/h200/fp8-layers.jsonl.
 """
 
 from __future__ import annotations
@@ -13,19 +12,17 @@ import argparse
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.lib import golden_files, readme_sections
+from tests.lib import golden_files
 from vllm_moe_oracle.core.sharding import loaded_group_size
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import model_shapes
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = golden_files.newest("kernels")
-RESULTS = ROOT / "vllm_moe_oracle" / "kernels" / "RESULTS.md"
 FP8 = ROOT / "tests" / "golden" / "h200" / "fp8-layers.jsonl"
 STOCK = "stock:auto"
 OURS = ("hopper_mxfp8", "hopper_mxfp4", "hopper_wna16")
@@ -300,34 +297,19 @@ PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
 }  # fmt: skip
 
 
-def updated(text: str, data: dict[str, Any]) -> str:
-    """The page with its tables made anew.
-
-    Raises:
-        ValueError: the markers of a table are missing.
-    """
-    for name, make in PARTS.items():
-        text = readme_sections.with_part(text, name, make(data))
-    return text
+def part(name: str) -> str:
+    """One of `PARTS` of the committed numbers."""
+    return PARTS[name](json.loads(GOLDEN.read_text()))
 
 
-def main() -> int:
+def main() -> None:
+    """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bench", nargs="*", type=Path)
-    parser.add_argument("--write", action="store_true")
-    args = parser.parse_args()
-    if args.bench:
-        data = golden(path.read_text().splitlines() for path in args.bench)
-        rows = ",\n  ".join(json.dumps(row) for row in data.pop("rows"))
-        GOLDEN.write_text(json.dumps(data, indent=1)[:-2] + f',\n "rows": [\n  {rows}\n ]\n}}\n')
-    data = json.loads(GOLDEN.read_text())
-    text = RESULTS.read_text()
-    fresh = updated(text, data)
-    if args.write:
-        RESULTS.write_text(fresh)
-    print("\n\n".join(make(data) for make in PARTS.values()))
-    return int(fresh != text and not args.write)
+    parser.add_argument("bench", nargs="+", type=Path)
+    data = golden(path.read_text().splitlines() for path in parser.parse_args().bench)
+    rows = ",\n  ".join(json.dumps(row) for row in data.pop("rows"))
+    GOLDEN.write_text(json.dumps(data, indent=1)[:-2] + f',\n "rows": [\n  {rows}\n ]\n}}\n')
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

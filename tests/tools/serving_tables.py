@@ -1,14 +1,12 @@
 """Whole models with and without the plugin, beside what the kernels alone predict: ``python -m
-tests.tools.serving_tables``.
+tests.tools.serving_tables FILE...``.
 
-With files of ``tests/gpu/serve.py --json`` it renews the newest tests/golden/h200/serve-vllm-VERSION.json; a later
-file's model takes the place of an earlier one's. The table in vllm_moe_oracle/kernels/RESULTS.md comes from that file
-and from the kernels' numbers (tests.tools.kernel_tables); ``--write`` brings it up to date, and without it the exit
-status is 1 where it is stale.
+Files of ``tests/gpu/serve.py --json`` become the newest tests/golden/h200/serve-vllm-VERSION.json; a later file's model
+takes the place of an earlier one's. With ``--ranks`` the files are those of ``serve.py --ranks 2``; their models renew
+or join serve-ranks-vllm-VERSION.json. `tests.tools.generate` makes the tables in vllm_moe_oracle/kernels/RESULTS.md.
 
-With ``--ranks`` the files are those of ``serve.py --ranks 2``; their models renew or join serve-ranks-vllm-VERSION.json
-and its table.
-What its steps should save is the difference of the layers' shipped times, of stock's kernel and of the chosen backend.
+What a step over ranks should save is the difference of the layers' shipped times, of stock's kernel and of the chosen
+backend.
 
 A step is predicted to be shorter by the layers' number times the difference of the kernels' times at that number of
 tokens: of stock's default and of the backend that was chosen, under uniform routing and over a cold cache, which is not
@@ -19,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +32,12 @@ from vllm_moe_oracle.oracle.measured_choice import LatencyCurve
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.settings import Settings
 
-ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = golden_files.newest("serve")
 KERNELS = golden_files.newest("kernels")
-README = ROOT / "vllm_moe_oracle" / "kernels" / "RESULTS.md"
-MARK = "serving"
 RANKS = golden_files.newest("serve-ranks")
-RANKS_MARK = "serving over ranks"
 RESOLVED = 10
 """A step over ranks is shown if it is more than so many times its noise: medians are of two."""
 ROUTING = golden_files.newest("serve-routing")
-ROUTING_MARK = "serving by routing"
 
 CELLS = {
     "qwen3-mxfp8": "mxfp8:qwen3-30b-a3b",
@@ -304,41 +297,31 @@ def routing_table(found: dict[str, Any], kernels: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def with_table(readme: str, text: str, mark: str = MARK) -> str:
-    """The README with the table between its marks.
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
 
-    Raises:
-        ValueError: it has no marks.
-    """
-    begin, end = f"<!-- {mark} -->\n", f"<!-- /{mark} -->"
-    if readme.count(begin) != 1 or readme.count(end) != 1:
-        raise ValueError(f"there is no one {begin.strip()} ... {end}")
-    head, _, rest = readme.partition(begin)
-    return f"{head}{begin}{text}\n{end}{rest.partition(end)[2]}"
+
+PARTS: dict[str, Callable[[], str]] = {
+    "serving": lambda: table(_read(GOLDEN), _read(KERNELS)),
+    "serving over ranks": lambda: ranks_table(_read(RANKS)),
+    "serving by routing": lambda: routing_table(_read(ROUTING), _read(KERNELS)),
+}
+"""The tables of the committed numbers by their names in RESULTS.md."""
 
 
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", type=Path)
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--ranks", action="store_true", help="the runs were over ranks")
     args = parser.parse_args()
-    if args.runs and args.ranks:
-        before = json.loads(RANKS.read_text()) if RANKS.exists() else None
-        made = golden_ranks([json.loads(path.read_text()) for path in args.runs], before)
-        RANKS.write_text(json.dumps(made, indent=1) + "\n")
-    elif args.runs:
-        made = golden([json.loads(path.read_text()) for path in args.runs])
-        GOLDEN.write_text(json.dumps(made, indent=1) + "\n")
-    text = with_table(README.read_text(), table(json.loads(GOLDEN.read_text()), json.loads(KERNELS.read_text())))
-    text = with_table(text, ranks_table(json.loads(RANKS.read_text())), RANKS_MARK)
-    by_routing = routing_table(json.loads(ROUTING.read_text()), json.loads(KERNELS.read_text()))
-    text = with_table(text, by_routing, ROUTING_MARK)
-    if args.write:
-        README.write_text(text)
-    elif README.read_text() != text:
-        sys.exit(f"{README.name} is stale")
+    runs = [_read(path) for path in args.runs]
+    if args.ranks:
+        path, made = RANKS, golden_ranks(runs, _read(RANKS) if RANKS.exists() else None)
+    else:
+        path, made = GOLDEN, golden(runs)
+    path.write_text(json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,9 +9,6 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("triton")
-
 from tests.lib.kernel_launches import fp8_launches, launches
 from tests.tools import restamp_profiles
 from tests.tools.kernel_digests import Digests, without_names

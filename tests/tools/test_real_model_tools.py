@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="experts run through vLLM's modular kernel")
-
 from tests.lib import faulty_backends, smollm2
 from tests.tools import accuracy, real_weights
 from vllm_moe_oracle.devices import detect

@@ -88,15 +88,10 @@ def test_what_has_no_numbers_or_other_conditions_is_refused() -> None:
     ended["models"]["qwen3-mxfp8"][0]["error"] = "ended after 150 s"
     (stock, _) = serving_tables.golden([ended])["models"]["qwen3-mxfp8"]["modes"]
     assert "after all numbers were there" in stock["remark"] and "error" not in stock
-    with pytest.raises(ValueError, match="there is no one"):
-        serving_tables.with_table("nothing", "text")
 
 
-def test_the_readme_is_up_to_date() -> None:
+def test_every_model_was_served_both_ways() -> None:
     found = json.loads(serving_tables.GOLDEN.read_text())
-    kernels = json.loads(serving_tables.KERNELS.read_text())
-    readme = serving_tables.README.read_text()
-    assert serving_tables.with_table(readme, serving_tables.table(found, kernels)) == readme
     assert set(found["models"]) == set(serve.ALONE) and set(serving_tables.CELLS) == set(serve.MODELS)
     for each in found["models"].values():
         assert [mode["mode"] for mode in each["modes"]] == ["stock", "auto"]
@@ -105,7 +100,6 @@ def test_the_readme_is_up_to_date() -> None:
 
 def test_steps_over_ranks_are_held_against_the_layers_times() -> None:
     found = json.loads(serving_tables.RANKS.read_text())
-    assert serving_tables.ranks_table(found) in serving_tables.README.read_text()
     row = next(each for each in found["rows"] if each["model"] == "kimi-k2" and each["parallel"] == "ep")
     # 7 layers; microseconds at 256 tokens, of the committed benchmark.
     (record,) = (

@@ -10,11 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lib.cases import CPU, MXFP8, MXFP8_W8A8, SILU, problem
-
-pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular kernel")
-
 from tests.lib import faulty_backends as lib
+from tests.lib.cases import CPU, MXFP8, MXFP8_W8A8, SILU, problem
 from tests.lib.faulty_backends import MXFP4, OAI, Faulty, check, weights
 from vllm_moe_oracle.backends.emulation import expert_outputs, forward
 from vllm_moe_oracle.compat import current_adapter

@@ -12,16 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from tests.lib.cases import CPU, MXFP8, MXFP8_W8A8, SILU, problem
-
-pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular kernel")
-
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from torch import Tensor
 from vllm.model_executor.layers.fused_moe.router import cpu_router
 
 from tests.lib import faulty_backends as modular
+from tests.lib.cases import CPU, MXFP8, MXFP8_W8A8, SILU, problem
 from vllm_moe_oracle.backends.emulation import Emulation, forward
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.problem import Problem, Routing

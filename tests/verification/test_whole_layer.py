@@ -9,11 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lib.cases import CPU, MXFP8, MXFP8_W8A8, SILU, problem
-
-pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular kernel")
-
 from tests.lib import faulty_backends as lib
+from tests.lib.cases import CPU, MXFP8, MXFP8_W8A8, SILU, problem
 from tests.lib.faulty_backends import MXFP4, OAI, Faulty, after
 from vllm_moe_oracle.backends.emulation import Emulation, forward
 from vllm_moe_oracle.compat import current_adapter

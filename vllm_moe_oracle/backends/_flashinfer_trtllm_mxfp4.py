@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MXFP8_ARITHMETIC = Numerics("MXFP4, in block-scaled tensor cores", "quantized to MXFP8 per token, in both products")
-"""Of the kernels that take MXFP8 activations."""
+"""Numerics of the kernels that take MXFP8 activations."""
 
 CAPABILITIES = dataclasses.replace(MX_CAPABILITIES, bits=(4,), bias=True)
 """Layers that all four support on routed ids."""

@@ -39,7 +39,8 @@ BATCHED_SLOWER = (
     "may be slower than vLLM's Marlin kernels on tokens that an all-to-all sorts by expert: 0.68 to 1.50 times as long "
     "up to 64 tokens an expert, 0.47 to 0.87 times from 128 tokens (H200, kernels/RESULTS.md)"
 )
-"""Of MXFP4 and of symmetric 4-bit integers in groups; tests hold the figures to the measured ones."""
+"""`why_not_batched` of MXFP4 and of symmetric 4-bit integers in groups. Tests compare the figures with the measured
+ones."""
 
 CAPABILITIES = Capabilities(
     compute_capabilities=SM90,

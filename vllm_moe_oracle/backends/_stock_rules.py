@@ -150,4 +150,4 @@ HASHED_ROUTING_RULE = Rule(
     lambda problem, device: problem.routing.hash_routing,
     lambda problem, device: "has no routing by token ids, the layer routes by a table over them",
 )
-"""Of kernels that route themselves."""
+"""A rule of kernels that route tokens themselves."""

@@ -212,4 +212,4 @@ EMPTY_SLOTS_RULE = Rule(
     ),
     "tensor parallelism",
 )
-"""Of the classes that take routed ids."""
+"""A rule of the classes that take routed ids."""

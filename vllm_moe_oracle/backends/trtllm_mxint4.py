@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SIZE_MULTIPLE = 256
-"""Of both sizes: codes are stored in blocks of 128 bytes."""
+"""Hidden and intermediate size must be multiples of it: codes are stored in blocks of 128 bytes."""
 _BLOCK_BYTES = 128
 
 _SIGN_BITS = 0x88

@@ -114,29 +114,31 @@ def _decision_rows(group: LayerGroup) -> list[tuple[str, str]]:
     if tiles := sum(bool(tile) for _, tile in plan.tiles):
         notes.append(f"tile configurations that were measured, at {tiles} numbers of tokens")
     sizes = f"hidden {plan.hidden_size}, intermediate {plan.intermediate_size}"
-    rows += [
-        ("backend", decision.backend),
-        ("why", decision.grounds),
-        (_GAIN_ROW, _describe_gain(group)),
-        ("numerics", str(decision.numerics)),
-        ("sizes", f"{sizes}: {'; '.join(notes) or 'not padded'}"),
-    ]
+    padding = ("sizes", f"{sizes}: {'; '.join(notes) or 'not padded'}")
+    return [*rows, *_winner_rows(group, decision, str(decision.numerics), [padding])]
+
+
+def _winner_rows(
+    group: LayerGroup, decision: Decision, numerics: str, sizes: list[tuple[str, str]]
+) -> list[tuple[str, str]]:
+    """The winner, why, and what it computes with."""
+    rows = [("backend", decision.backend), ("why", decision.grounds), (_GAIN_ROW, _describe_gain(group, decision))]
+    rows += [("numerics", numerics), *sizes]
     if decision.token_ranges:
-        rows.append(("token ranges", _describe_token_ranges(group)))
+        rows.append(("token ranges", _describe_token_ranges(group, decision)))
     return rows
 
 
 _GAIN_ROW = "gain over stock"
 
 
-def _describe_gain(group: LayerGroup) -> str:
+def _describe_gain(group: LayerGroup, decision: Decision) -> str:
     """The gain over stock vLLM, or why none is known."""
-    assert group.decision is not None
     if group.refused:
         return "none, since a server would not start: see the note"
     if group.gain is not None:
         return str(group.gain)
-    if is_stock_kernel(group.decision, default_registry()):
+    if is_stock_kernel(decision, default_registry()):
         return "none: this is stock vLLM's own kernel"
     return "unknown: this layer was not measured beside stock vLLM on such a machine, and nothing is predicted"
 
@@ -148,25 +150,15 @@ def _brief_rows(group: LayerGroup) -> list[tuple[str, str]]:
         return _decision_rows(group)[1:]
     precision = decision.candidate(decision.backend).answers.activations
     inputs = group.problem.dtype if precision == "16bit" else precision
-    rows = [
-        ("backend", decision.backend),
-        ("why", decision.grounds),
-        (_GAIN_ROW, _describe_gain(group)),
-        ("numerics", f"activations {inputs}, sums {decision.numerics.accumulate}"),
-    ]
-    if decision.plan.pads(group.problem):
-        rows.append(("sizes", "; ".join(decision.plan.notes)))
-    if decision.token_ranges:
-        rows.append(("token ranges", _describe_token_ranges(group)))
-    return rows
+    sizes = [("sizes", "; ".join(decision.plan.notes))] if decision.plan.pads(group.problem) else []
+    return _winner_rows(group, decision, f"activations {inputs}, sums {decision.numerics.accumulate}", sizes)
 
 
-def _describe_token_ranges(group: LayerGroup) -> str:
+def _describe_token_ranges(group: LayerGroup, decision: Decision) -> str:
     """Which backend runs up to how many tokens, and what memory a second copy of the weights takes."""
-    assert group.decision is not None
-    problem, steps = group.problem, group.decision.token_ranges
+    problem, steps = group.problem, decision.token_ranges
     words = ", ".join(map(str, steps))
-    if len({group.decision.candidate(step.backend).answers.layout for step in steps}) == 1:
+    if len({decision.candidate(step.backend).answers.layout for step in steps}) == 1:
         return f"{words}; over the same weights"
     mib = expert_bytes(problem) * problem.local_experts / 2**20
     count = len(group.names)

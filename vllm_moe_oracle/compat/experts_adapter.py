@@ -24,7 +24,7 @@ _WEIGHT_QUANT_KEYS = {"mxfp8": "kMxfp8Static", "mxfp4": "kMxfp4Static", "int4": 
 """Names by which vLLM's oracles ask their expert classes about a scheme's weights."""
 
 _ACTIVATION_QUANT_KEYS = {"mxfp8": "kMxfp8Dynamic", "fp8": "kFp8Dynamic128Sym", "mxfp4": "kMxfp4Dynamic"}
-"""The same for the precision in which a backend consumes activations; None for the model's own."""
+"""Names by which they ask about the precision of activations; the model's own dtype has none."""
 
 
 class ExpertsAdapter(EngineAdapter):

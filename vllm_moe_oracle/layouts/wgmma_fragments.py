@@ -52,16 +52,6 @@ def chunk_shape(rows: int, columns: int, bits: int) -> tuple[int, int, int]:
     return padded_rows(rows) // CHUNK_ROWS, -(-columns // chunk_columns(bits)), CHUNK_BYTES
 
 
-def interleaved_row_index(rows: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """For each stored row of a gated w13 with `rows` rows (gate half, then up half), its canonical row.
-
-    Returns int64 `[rows]`. `rows` must be a multiple of 16 (eights of gate rows beside eights of up rows).
-    """
-    if rows % 16:
-        raise ValueError(f"a gated w13 of {rows} rows cannot be interleaved in eights; rows must be a multiple of 16")
-    return torch.arange(rows, device=device).view(2, rows // 16, 8).transpose(0, 1).reshape(-1)
-
-
 def interleave_gate_up(w13: torch.Tensor) -> torch.Tensor:
     """Interleaves the rows of a gated w13 in eights: codes, scales or biases, `[2 I, ...]`, I a multiple of 8."""
     return gate_up.interleave_gate_up(w13, _GATE_UP_PERIOD)

@@ -118,7 +118,7 @@ def is_out_of_memory(failure: str) -> bool:
 
 
 def silence(seconds: float) -> str:
-    """The failure of a backend that was waited for in vain."""
+    """The failure of a backend that did not return in time."""
     return f"it did not come back within {seconds:.3g} s"
 
 

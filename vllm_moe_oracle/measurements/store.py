@@ -61,7 +61,7 @@ _MAX_TEXT_CHARS = 1 << 16
 _MAX_VM_STEPS = 2_000_000
 """Most SQLite instructions of one query, some tens of milliseconds, so that a hostile file cannot delay a server."""
 _MAX_TOOL_VM_STEPS = 50 * _MAX_VM_STEPS
-"""The same for a query of the command line tool, which reads all layers."""
+"""Most SQLite instructions of one query of the command line tool, which reads all layers."""
 _MAX_FILE_BYTES = 1 << 30
 """Size of the largest file that is opened."""
 

@@ -56,7 +56,7 @@ _KILL_SECONDS = 10.0
 """Seconds that a killed worker is waited for: a GPU that hangs may hold its process."""
 
 OnCrash = Callable[[int, str], None]
-"""Is told of a task whose worker ended by what it ran, or was silent for too long, and why ("" where the worker
+"""Called with a task whose worker ended by what it ran, or was silent for too long, and why ("" where the worker
 reported a broken context, which it has stored): before the task is given to a new worker. Workers that others killed do
 not count."""
 
@@ -134,7 +134,7 @@ def run_tasks(
         attempts: number of workers that a task may take down before it is lost.
         quiet: whether workers log errors only. Sixteen workers would repeat the same warnings.
         limits: when workers are killed.
-        on_crash: is told of tasks that took their worker down, and why; "" where the task has stored that itself.
+        on_crash: called with each task that took its worker down, and why; "" where the task has stored that itself.
 
     Yields:
         Progress and outcomes, as they arrive.

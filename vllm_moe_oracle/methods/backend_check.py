@@ -66,7 +66,7 @@ _convertible: set[_CheckKey] = set()
 """Problems and backends of the load whose conversion has told every rank the kernel tensors' shapes."""
 
 _installed: set[_CheckKey] = set()
-"""The same for layers that were checked after their conversion, with all of their experts."""
+"""Problems and backends of the load of which a layer was checked after its conversion, with all of its experts."""
 
 
 class ConvertedLayer(LayerMethod, Protocol):

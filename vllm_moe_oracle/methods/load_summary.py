@@ -113,10 +113,7 @@ def record_stock_layer(layer: str, features: Collection[str], stock_class: str, 
         error: why no backend can run it. What its candidates say against wrappers of stock classes may be wrong with
             stock's as well: without `features` the log has the whole table.
     """
-    global _model
-    if _starts_new_model(layer):
-        _reset_caches()
-        _model = _ModelLoad()
+    start_layer(layer)
     reason, _, table = error.rule.partition("\n")
     needs = f"{' and '.join(features)}: " if features else ""
     _model.stock_layers[layer] = f"{needs}{reason}"

@@ -49,7 +49,7 @@ _LATE_SECONDS = 30.0
 """Seconds after which a rank says for whom it waits."""
 
 _NOTIFIED_ATTRIBUTE = "moe_oracle_notified"
-"""Attribute of an exception that the other ranks have been told of."""
+"""Attribute that marks an exception as reported to the other ranks."""
 
 _NO_PLUGIN = "if it has no line of moe_oracle, the plugin is not installed, not enabled or stands down there"
 

@@ -171,9 +171,7 @@ def prepare_copies(method: DispatchMethod, raw: Tensors, registry: Registry | No
             logger.info("moe_oracle: %s: a second copy of the weights for %s: %.0f MiB", problem.layer, name, size)
 
 
-def build_dispatch(
-    method: DispatchMethod, layer: Any, tensors: Tensors, own_kernel: Any, registry: Registry | None = None
-) -> TokenDispatch | None:
+def build_dispatch(method: DispatchMethod, layer: Any, tensors: Tensors, own_kernel: Any) -> TokenDispatch | None:
     """The dispatch of a converted layer; None with a single backend.
 
     Args:
@@ -181,9 +179,8 @@ def build_dispatch(
         layer: the layer.
         tensors: kernel tensors of the method's own backend.
         own_kernel: the kernel of the method's own backend.
-        registry: the backends; None for the default registry.
     """
-    registry = registry or default_registry()
+    registry = default_registry()
     problem, ranges = method.decision.problem, []
     for each in method.decision.token_ranges:
         if each.backend == method.backend.name:

@@ -26,8 +26,8 @@ NOT_ASKED_BY_STOCK = frozenset(
 numbers there: the class ignores what the reason names. Padded experts do not."""
 
 PADDED_BY_STOCK = frozenset({"group.intermediate", "alignment.intermediate"})
-"""The same for MXFP4: stock's methods round its intermediate size up for whichever class they take. They refuse such
-sizes in MXFP8 and in integers."""
+"""Codes that do not hold for stock in MXFP4: its methods round the intermediate size up for every class. In MXFP8 and
+in integers they refuse such sizes."""
 
 NOT_LOADED_BY_VLLM = frozenset({"expert_parallel.loader"})
 """Codes of reasons that hold for stock vLLM, too: its code of the model cannot fill the layer's weights, whatever runs

@@ -14,7 +14,7 @@ GATED_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of an expert's matrices in checkpoints, by convention: gate, up, down."""
 
 UNGATED_PROJECTIONS = (("up_proj", "down_proj"), ("w1", "w2"))
-"""The same for experts without a gate: up, down."""
+"""Names of the matrices of an expert without a gate, by convention: up, down."""
 
 LINEAR_LAYER = "model.layers.0.self_attn.o_proj"
 """A linear layer that nearly every model has, and vLLM fuses with no other."""

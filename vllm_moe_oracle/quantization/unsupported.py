@@ -35,4 +35,4 @@ UNSUPPORTED_ONLINE = (
     "online",
     "torchao",
 )
-"""The same for what ``--quantization`` makes of a checkpoint in 16 bits."""
+"""Values of ``--quantization`` for checkpoints in 16 bits that vLLM serves and this package does not."""

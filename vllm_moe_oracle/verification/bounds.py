@@ -42,7 +42,7 @@ _SMALLEST = {"bfloat16": 2.0**-134, "float16": 2.0**-25, "float32": 2.0**-150}
 """Largest absolute error of rounding a subnormal number: half of the smallest."""
 
 _CANCELLATION = 2.0**-20
-"""Of the layer's typical output, what float32 sums may leave of outputs that are zero."""
+"""What float32 sums may leave of outputs that are zero, as a share of the layer's typical output."""
 
 _COMPARED_ROWS = 256
 """Rows of outputs that are compared at once: float32 numbers of all rows of a large call would need several times its

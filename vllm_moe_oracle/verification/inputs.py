@@ -65,8 +65,8 @@ LARGE_CALL = 2048
 """Tokens of the call with many of them. Kernels for many tokens take over at 100 to 1100."""
 
 MAX_LARGE_CALL = 4096
-"""The same where a hand-over is at more: the memory is no more than that of the engine's own largest call, but it is
-allocated while other layers may still be loaded."""
+"""Most tokens of that call, where a hand-over is at more than `LARGE_CALL`. It needs no more memory than the engine's
+own largest call, but allocates it while other layers may still be loaded."""
 
 _HOST_PRODUCTS = 1 << 33
 """Multiplications of the first product in the call with many tokens, at most, where there is no GPU."""

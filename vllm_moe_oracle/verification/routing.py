@@ -65,7 +65,8 @@ ROUTING_REFERENCES = {
     "minimax2": RoutingReference(_sigmoid, renormalize=True, uses_bias=True, scaled=True),
     "deepseekv4": RoutingReference(_sqrtsoftplus, renormalize=True, uses_bias=True, scaled=True),
 }
-"""By `Routing.method`. There is none for ``llama4`` (its weight multiplies the input), ``custom`` and ``simulated``."""
+"""References by `Routing.method`. There is none for ``llama4`` (its weight multiplies the input), ``custom`` and
+``simulated``."""
 
 SCALING_FACTOR = 2.5
 """DeepSeek-V3's scaling factor, for every method that has one: not 1, so that a kernel that ignores it fails."""

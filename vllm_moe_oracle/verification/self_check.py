@@ -36,7 +36,7 @@ _CALLS = 24
 """Calls of a check, at least."""
 
 _PART_OF_RANGE = 2.0**-4
-"""Of the largest number of a dtype, how large an expected output may be: sums on the way to it may be larger."""
+"""Largest expected output, as a share of the dtype's largest number: sums on the way to it may be larger."""
 
 _LARGEST = 2.0**56
 """The largest number counts as this in dtypes that hold larger ones: bounds sum squares of outputs in float32."""
