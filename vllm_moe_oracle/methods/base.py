@@ -29,6 +29,7 @@ from ..errors import CheckpointError, LifecycleError, NoBackendError, OracleErro
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
 from ..oracle.stock_kernels import is_loadable
+from ..verification import process_state
 from ..verification.installed import InstalledLayer, WeightParts
 from . import (
     backend_check,
@@ -395,11 +396,12 @@ class OracleMoEMethod(FusedMoEMethodBase):
         loaded = [name for name, _ in layer.named_parameters(recurse=False)]
         names = self._parameter_names(raw)
         parts = backend_check.parts_to_check(self)
-        kernel_names = weight_storage.rename_parameters(
-            layer,
-            weight_storage.convert_in_place(layer, names, functools.partial(self._convert, parts=parts)),
-            _VLLM_PARAMETER_NAMES,
-        )
+        with process_state.kept():
+            kernel_names = weight_storage.rename_parameters(
+                layer,
+                weight_storage.convert_in_place(layer, names, functools.partial(self._convert, parts=parts)),
+                _VLLM_PARAMETER_NAMES,
+            )
         offered = list(kernel_names.values())
         if problem.parallel.ep > 1:
             offered += weight_storage.keep_names(layer, loaded, problem.local_experts)
@@ -413,7 +415,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
             # Built once: a reload copies new values into the tensors that this kernel and captured graphs refer to.
             self.moe_quant_config = self.adapter.quant_config(problem, tensors)
             builder = self._builder(self.moe_quant_config)
-            self.experts = self.backend.build_experts(tensors, problem, self.decision.plan, builder)
+            with process_state.kept():
+                self.experts = self.backend.build_experts(tensors, problem, self.decision.plan, builder)
             self._built_over = {name: tensor.data_ptr() for name, tensor in tensors.items()}
             weight_storage.register_buffers(layer, builder.buffers)
             self.moe_kernel = self.adapter.kernel(self.moe, self.moe_quant_config, layer, self.experts)
