@@ -331,11 +331,19 @@ class OracleMoEMethod(FusedMoEMethodBase):
         if problem.has_bias:
             self._register_biases(layer, kwargs)
         names = self._parameter_names(self._scheme().shapes(problem))
-        weight_loading.set_sentinel({own: getattr(layer, name) for own, name in names.items()}, unloaded)
+        weight_loading.set_sentinel({own: getattr(layer, name) for own, name in names.items()}, self._sentinels())
+
+    def _sentinels(self) -> dict[str, int]:
+        """The byte that marks what was not loaded, by canonical name. Only the first rank adds the bias of the second
+        product: a loader may leave it out on the others."""
+        found = dict(getattr(self._scheme(), "UNLOADED", {}))
+        if self.moe.moe_parallel_config.tp_rank > 0:
+            found.pop("w2_bias", None)
+        return found
 
     def _reserve_expert_buffers(self, layer: Any) -> None:
         """Makes expert buffers as large as the kernel's tensors, and fills them with bytes that no checkpoint holds."""
-        unloaded = getattr(self._scheme(), "UNLOADED", {})
+        unloaded = self._sentinels()
         names = self._parameter_names(self._scheme().shapes(self.decision.problem))
         raw = {own: getattr(layer, name).data for own, name in names.items()}
         for own, spec in weight_storage.converted_specs(self._convert, raw).items():
@@ -350,12 +358,13 @@ class OracleMoEMethod(FusedMoEMethodBase):
         for name, rows in (("w13_bias", problem.w13_rows), ("w2_bias", problem.hidden_size)):
             if hasattr(layer, name):
                 continue
-            # Zeros: gpt-oss's loader may leave the bias of the second product to the first rank.
             device = next(layer.parameters(recurse=False)).device
             data = torch.zeros(problem.local_experts, rows, dtype=layer.params_dtype, device=device)
             loader = {}
             if "weight_loader" in extra:
-                loader["weight_loader"] = self.adapter.bias_loader(layer, extra["weight_loader"])
+                loader["weight_loader"] = weight_loading.filling_loader(
+                    self.adapter.bias_loader(layer, extra["weight_loader"])
+                )
             weight_storage.replace_parameter(layer, name, data, **loader)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -372,7 +381,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
         rank_agreement.require_same_layers(self.rank_group)
         with rank_sync.notify_on_failure(self.rank_group, f"the loaded weights of {problem.layer}"):
             if self.moe_kernel is not None:
-                weight_loading.check_all_loaded(dict(self.adapter.parameters(layer)), problem.layer)
+                parameters = dict(self.adapter.parameters(layer))
+                weight_loading.check_all_loaded(parameters, problem.layer)
+                weight_loading.fill_unloaded(parameters.values())
             raw = self._read_weights(layer)
             if self.settings.self_check != "off":
                 self._scheme().check_values(raw, problem)
