@@ -161,7 +161,7 @@ def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The ``load_model`` of vLLM's worker; ranks with layers of ours hear of its failure."""
     try:
         return original(self, *args, **kwargs)
-    except Exception as error:
+    except BaseException as error:  # an extension module's panic is no Exception
         if "vllm_moe_oracle.methods.rank_agreement" in sys.modules:  # else no layer is ours, and no rank waits
             from .methods import rank_agreement
 

@@ -25,6 +25,10 @@ def put(name: str, make: Any) -> Any:
 LAYER = "model.layers.1.mlp.experts"
 
 
+def without(name: str) -> Any:
+    return lambda tensors: tensors.pop(name)
+
+
 def spoiled(tensor: torch.Tensor, byte: int, place: tuple[int, int]) -> torch.Tensor:
     codes = tensor.clone().view(torch.uint8)
     codes[place] = byte
@@ -90,6 +94,8 @@ ONLINE_FAULTS = {
     ),
 }
 """Of a checkpoint in 16 bits that is quantized while it loads."""
+BIASES = {"gate_up_proj_bias": "w13_bias", "down_proj_bias": "w2_bias"}
+"""Parameter by tensor: biases that a model's code declares, of all experts."""
 ONLINE = {"quantization": "mxfp8", "quantization_config": {"ignore": ["lm_head", "re:.*\\.mlp\\.gate$"]}}
 
 
@@ -108,13 +114,17 @@ def outcomes(folder: Path) -> Results:
             made[f"mxfp4 {name}"] = job(path, "bfloat16", 1, online_experts="kMxfp4Static")
     gpt_oss = checkpoints.write_checkpoint(folder / "gpt_oss", arch="gpt_oss", format="bf16")
     made["gpt_oss"] = job(gpt_oss, "bfloat16", 1, online_experts="kMxfp4Static")
+    plain = checkpoints.write_checkpoint(folder / "gpt_oss_mxfp4", arch="gpt_oss", format="mxfp4")
+    for name in BIASES:
+        path = checkpoints.rewrite_tensors(plain, folder / name, without(f"{LAYER}.{name}"))
+        made[name] = job(path, "bfloat16", 1)
     return vllm_runner.run("run_generate.py", made, folder)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, message) in FAULTS.items() if message])
 def test_a_damaged_checkpoint_is_refused_with_the_tensor_and_the_numbers(outcomes: Results, name: str) -> None:
     assert FAULTS[name][1] in outcomes[name]["error"]
-    assert LAYER in outcomes[name]["error"]
+    assert LAYER in outcomes[name]["error"] and "expert 3" in outcomes[name]["error"]
 
 
 @pytest.mark.parametrize("name", ONLINE_FAULTS)
@@ -127,6 +137,13 @@ def test_and_one_that_becomes_mxfp4(outcomes: Results) -> None:
     missing, nothing = outcomes["mxfp4 missing weight"]["error"], outcomes["mxfp4 no down projections"]["error"]
     assert "1 of" not in missing and "are NaN" in missing and LAYER in missing
     assert ONLINE_FAULTS["no down projections"][1] in nothing
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_biases_that_the_model_has_and_the_file_lacks(outcomes: Results, name: str) -> None:
+    error = outcomes[name]["error"]
+    assert f"{LAYER}: 1024 of 1024 biases in {BIASES[name]} are NaN or infinite" in error
+    assert "local expert 0" in error and "one was never loaded" in error
 
 
 def test_a_model_with_its_own_loader_is_not_quantized_online(outcomes: Results) -> None:

@@ -21,6 +21,8 @@ TOKENS = 4
 RANKS = 2
 ODD = 7
 """Experts of which the loader gives each rank three."""
+FEW = (2, 3)
+"""Experts of which the loader gives each rank one: all of two, and two of three, where one would fill two places."""
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,11 @@ def outcome(folder: Path) -> dict[str, Any]:
         "odd rows": job(odd, tokens=TOKENS, engine=engine),
         "odd experts": job(odd, tokens=TOKENS, engine=engine | {"enable_expert_parallel": True}),
     }
+    few = {}
+    for experts in FEW:
+        size = replace(SIZE, experts=experts, top_k=2)
+        few[experts] = checkpoints.write_checkpoint(folder / f"{experts}", arch="gpt_oss", format="mxfp4", size=size)
+        jobs[f"{experts} experts"] = job(few[experts], tokens=TOKENS, engine=engine | {"enable_expert_parallel": True})
     report = folder / "report.jsonl"
     log: list[str] = []
     # One core for each rank: vLLM binds them to NUMA nodes of their own otherwise.
@@ -49,6 +56,7 @@ def outcome(folder: Path) -> dict[str, Any]:
         "records": {"rows": records[:RANKS], "experts": records[RANKS : 2 * RANKS]},
         "expected": reference.greedy(reference.load_transformers(model), PROMPT, TOKENS),
         "odd": reference.greedy(reference.load_transformers(odd), PROMPT, TOKENS),
+        "few": reference.greedy(reference.load_transformers(few[2]), PROMPT, TOKENS),
         "log": log,
     }
 
@@ -83,6 +91,14 @@ def test_experts_that_the_loader_would_lose_end_the_start_on_every_rank(outcome:
     raised = [line for line in outcome["log"] if "NoBackendError: " in line and words in line]
     assert {rank for rank in range(RANKS) for line in raised if f"TP{rank}" in line} == set(range(RANKS))
     assert any("the same ranks without --enable-expert-parallel" in line for line in outcome["log"])
+
+
+def test_one_expert_to_a_rank(outcome: dict[str, Any]) -> None:
+    assert_says(outcome["said"]["2 experts"], outcome["few"], tolerance("float32"))
+    assert "error" in outcome["said"]["3 experts"]
+    words = "gives each of 2 ranks 1 of 3 experts, which leaves 1 without a rank"
+    raised = [line for line in outcome["log"] if "NoBackendError: " in line and words in line]
+    assert {rank for rank in range(RANKS) for line in raised if f"TP{rank}" in line} == set(range(RANKS))
 
 
 def test_the_way_out_serves_them(outcome: dict[str, Any]) -> None:

@@ -191,6 +191,11 @@ def after(change: Callable[[Tensor], object], calls: Callable[[int], object] = l
     return compute
 
 
+def sets(change: Callable[[], object]) -> Compute:
+    """The right output, and another setting of the process."""
+    return after(lambda out: change())
+
+
 class Nth:
     """The right output, changed in one call of those of an instance."""
 
@@ -396,6 +401,12 @@ FAULTS: dict[str, Faulty] = {
         Faulty("router weights normalized", compute=normalizes),
         Faulty("router weights clamped at 1", compute=clamps),
         Faulty("steps of 2 to 64", compute=after(Tensor.zero_, lambda tokens: tokens in (2, 4, 8, 32, 64))),
+        Faulty("3 tokens", compute=after(lambda out: out[-1].zero_(), lambda tokens: tokens == 3)),
+        Faulty("10 to 15 tokens", compute=after(lambda out: out[-1].zero_(), lambda tokens: 10 <= tokens <= 15)),
+        Faulty("17 to 31 tokens", compute=after(lambda out: out[-1].zero_(), lambda tokens: 17 <= tokens <= 31)),
+        Faulty("torch's default dtype", compute=sets(lambda: torch.set_default_dtype(torch.float16))),
+        Faulty("torch's random numbers", compute=sets(lambda: torch.manual_seed(0))),
+        Faulty("torch's threads", compute=sets(lambda: torch.set_num_threads(torch.get_num_threads() + 1))),
         Faulty("scales of w13", some_scales("w13_scale", 1)),
         Faulty("scales of w2", some_scales("w2_scale", 1)),
         Faulty("smaller scales of w13", some_scales("w13_scale", -1)),

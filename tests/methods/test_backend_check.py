@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.lib import faulty_backends as lib
 from tests.lib import gloo_ranks
 from tests.lib.cases import registry
 from tests.lib.faulty_backends import (
@@ -59,6 +60,14 @@ def test_the_next_candidate_is_taken_and_the_decision_says_why(caplog: pytest.Lo
     assert [reason.code for reason in failed.reasons] == ["self_check"]
     assert "relative error" in failed.reasons[0].detail
     assert f"{layer.layer}: swapped fails its self-check" in caplog.text and "taking second instead" in caplog.text
+
+
+def test_a_kernel_that_ends_the_process_is_named_before(caplog: pytest.LogCaptureFixture) -> None:
+    layer, said = LAYERS["silu"], []
+    backend = Faulty("ends", compute=lib.sets(lambda: said.append(caplog.text)))
+    with caplog.at_level("INFO", "vllm.moe_oracle"):
+        backend_check.check_kernel(Method.of(registry([backend]), layer), weights(layer))
+    assert f"{layer.layer}: checking ends; if the process ends here, MOE_ORACLE_DISABLE=ends leaves it out" in said[0]
 
 
 def test_candidates_are_tried_until_one_passes() -> None:

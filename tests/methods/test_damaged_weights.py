@@ -60,3 +60,29 @@ def test_so_does_one_that_a_reload_brings(mode: tuple[str, Any]) -> None:
         return
     with pytest.raises(CheckpointError, match="local expert 7"):
         method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_biases_into_which_nothing_was_loaded(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first rank needs the bias of the second product."""
+    layer = Layer()
+    layer.params_dtype = torch.bfloat16  # type: ignore[assignment]
+    with method_layers.inside_vllm(Emulation(), monkeypatch, experts=2) as config:
+        config.has_bias = True
+        config.moe_parallel_config.tp_size, config.moe_parallel_config.tp_rank = 2, rank
+        method = created(config, layer)
+        method_layers.load_random(layer, 0)
+        with pytest.raises(
+            CheckpointError, match=r"4096 of 4096 biases in w13_bias are NaN or infinite; .* expert 0 at"
+        ):
+            method.process_weights_after_loading(layer)
+        layer.w13_bias.data[:1].zero_()  # of one expert
+        with pytest.raises(CheckpointError, match=r"2048 of 4096 biases in w13_bias are NaN .* expert 1 at"):
+            method.process_weights_after_loading(layer)
+        layer.w13_bias.data.zero_()
+        if rank == 0:
+            with pytest.raises(CheckpointError, match="biases in w2_bias are NaN"):
+                method.process_weights_after_loading(layer)
+            return
+        method.process_weights_after_loading(layer)
+    assert bool((layer.w2_bias == 0.0).all())

@@ -65,7 +65,8 @@ def test_a_tensor_that_fits_is_loaded() -> None:
 def test_one_that_does_not_is_refused_with_its_layer(tensor: torch.Tensor, words: str) -> None:
     with pytest.raises(CheckpointError, match=words) as caught:
         load(RankGroup(), tensor)
-    assert PROBLEM.layer in str(caught.value)
+    assert f"{PROBLEM.layer}, experts.w13_weight, expert 1, w1: " in str(caught.value)
+    assert "not in the format" in str(caught.value)
 
 
 def test_what_the_loader_itself_raises_is_raised() -> None:
@@ -153,6 +154,20 @@ def test_new_memory_is_filled_once_before_loading() -> None:
     loaded = again.data.view(torch.uint8)
     for expert, filled in enumerate((64, 32, 32, 64)):
         assert int((loaded[expert] == 0x7F).sum()) == filled * 64
+
+
+def test_new_memory_that_files_may_leave_alone_is_zeros() -> None:
+    made = {name: torch.nn.Parameter(torch.zeros(4, 8), requires_grad=False) for name in ("w2", "w2_bias")}
+    weight_loading.set_sentinel(made, {"w2": 0x7F})
+    weight_loading.fill_with_sentinel(made, {"w2": 0x7F})
+    made["w2_bias"].data.fill_(3.0)  # by a loader of the model's own
+    weight_loading.fill_unloaded(made.values())
+    assert bool((made["w2_bias"] == 3.0).all())
+    again = {name: torch.nn.Parameter(torch.full((4, 8), 9.0), requires_grad=False) for name in made}
+    for name, parameter in again.items():
+        parameter.__dict__.update(made[name].__dict__)
+    weight_loading.fill_unloaded(again.values())
+    assert bool((again["w2_bias"] == 0.0).all()) and bool((again["w2"] == 9.0).all())
 
 
 def test_parameters_without_memory_are_left_alone() -> None:

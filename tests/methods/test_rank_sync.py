@@ -55,6 +55,53 @@ def test_a_rank_that_raises_is_named_on_the_others(tmp_path: Path) -> None:
             assert word in other["message"]
 
 
+class Panic(BaseException):
+    """What an extension module in Rust raises is no `Exception`."""
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+STRANGE = {
+    "a panic": (lambda: Panic("index out of bounds"), "Panic: index out of bounds"),
+    "an exit": (lambda: SystemExit(3), "SystemExit: 3"),
+    "no text": (Unreadable, "Unreadable: a message that cannot be read (ValueError)"),
+    "a terminal's codes": (lambda: RuntimeError("red \x1b[31m\nline\ud800"), "RuntimeError: red [31m line"),
+    "a long text": (lambda: RuntimeError("x" * 10**6), "RuntimeError: xxx"),
+}
+
+
+def one_raises_strangely(processes: Any, kind: str, between: bool, folder: str) -> Any:
+    group = RankGroup(processes, 60.0)
+
+    def make() -> None:
+        if group.rank == 1:
+            raise STRANGE[kind][0]()
+
+    begin = time.monotonic()
+    try:
+        with notify_on_failure(group, "the load"):
+            make() if between else None
+        all_gather(group, "the check", make)
+    except RankSyncError as error:
+        return {"message": str(error), "seconds": time.monotonic() - begin}
+    except BaseException as error:
+        gloo_ranks.wait_for_result(0, folder)  # in a process that stays, no connection is lost
+        return type(error).__name__
+
+
+@pytest.mark.parametrize("between", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", STRANGE)
+def test_whatever_a_rank_raises_the_others_hear_in_time_and_in_print(tmp_path: Path, kind: str, between: bool) -> None:
+    words = STRANGE[kind][1]
+    first, second = gloo_ranks.run(one_raises_strangely, 2, tmp_path, kind, between, str(tmp_path))
+    assert second == words.partition(":")[0]
+    assert f"rank 1 gave up at the {'load' if between else 'check'}: {words}" in first["message"]
+    assert len(first["message"]) < 2000 and first["message"].isprintable() and first["seconds"] < 50
+
+
 def one_raises_between(processes: Any) -> Any:
     group = RankGroup(processes, 60.0)
     all_gather(group, "before", lambda: 1)

@@ -25,6 +25,11 @@ from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.settings import load
 
 
+def load_first(param: torch.nn.Parameter, loaded_weight: torch.Tensor, expert_id: int) -> None:
+    """Loads what is no padding: the first rows of an expert."""
+    param.data[expert_id, : len(loaded_weight)].copy_(loaded_weight)
+
+
 class Stock(FusedMoEMethodBase):  # type: ignore[misc]
     """Stands for the stock method class."""
 
@@ -32,7 +37,9 @@ class Stock(FusedMoEMethodBase):  # type: ignore[misc]
         """Weights whose memory held something, and a scale that no file has."""
         for name, dtype in (("w13_weight", torch.float8_e4m3fn), ("w2_weight_scale", torch.uint8)):
             held = torch.full((num_experts, 4, 2), 0x7F, dtype=torch.uint8).view(dtype)
-            layer.register_parameter(name, torch.nn.Parameter(held, requires_grad=False))
+            parameter = torch.nn.Parameter(held, requires_grad=False)
+            parameter.weight_loader = load_first  # type: ignore[attr-defined]
+            layer.register_parameter(name, parameter)
         layer.register_parameter("input_scale", torch.nn.Parameter(torch.ones(num_experts), requires_grad=False))
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
@@ -309,6 +316,11 @@ def test_experts_that_the_models_code_pads_are_left_to_stock_vllm(
     made.create_weights(layer=module, num_experts=2)
     assert not any(bool(each.view(torch.uint8).any()) for each in (module.w13_weight, module.w2_weight_scale))
     assert bool((module.input_scale == 1).all())
+    again = torch.nn.Parameter(torch.full_like(module.w2_weight_scale, 0x7F), requires_grad=False)
+    again.__dict__.update(module.w2_weight_scale.__dict__)  # as vLLM's reload makes one
+    for expert in range(2):
+        again.weight_loader(again, torch.full((3, 2), 5, dtype=torch.uint8), expert_id=expert)
+    assert again.data[..., 0].tolist() == [[5, 5, 5, 0]] * 2
     assert "experts that the model's code pads with zeros: left to stock vLLM's Stock" in log.text
     assert release.unpadded_intermediate_size(layer) == 3072
     layer.intermediate_size_per_partition = 192  # the model's own minimum is smaller

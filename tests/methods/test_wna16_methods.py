@@ -546,8 +546,13 @@ def test_act_order_of_a_linear_layer_in_compressed_tensors_is_refused() -> None:
 
 @pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize("packing", ["gptq", "awq"])
-def test_biases_come_from_the_checkpoint(packing: str, declared: bool, tmp_path: Any) -> None:
+def test_biases_come_from_the_checkpoint(
+    packing: str, declared: bool, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     from safetensors.torch import save_file
+
+    caplog.set_level(logging.WARNING, "vllm.moe_oracle")
+    logging.getLogger("vllm").propagate = True
 
     asked = layer_of(packing, bias=True, **SIZES)
     contents = contents_of(asked)
@@ -567,6 +572,8 @@ def test_biases_come_from_the_checkpoint(packing: str, declared: bool, tmp_path:
         moe.load(layer, given)
         layer.quant_method.process_weights_after_loading(layer)
         assert whole_of([layer], contents) < FLOAT32
+        words = "w2_bias of the down projection of local expert 1 is not in the checkpoint, others are (1 missing)"
+        assert (words in caplog.text) is not declared
     without = dataclasses.replace(asked, has_bias=False)
     plain = {name: tensor for name, tensor in files.items() if not name.endswith(".bias")}
     save_file(plain, tmp_path / "model.safetensors")
@@ -574,6 +581,35 @@ def test_biases_come_from_the_checkpoint(packing: str, declared: bool, tmp_path:
     config.maybe_update_config(str(tmp_path))
     with moe.engine():
         assert not moe.made(without, moe.moe_config(without), config=config).quant_method.decision.problem.has_bias
+
+
+def test_a_reload_without_some_biases_reads_no_memory_that_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through vLLM's own reload, which gives parameters new memory."""
+    from vllm.model_executor.model_loader import reload
+
+    asked = layer_of("gptq", bias=True, **SIZES)
+    contents = contents_of(asked)
+    config = moe.quant_config(asked)
+    config.expert_biases = True
+    found, empty = [], torch.empty_strided
+    with moe.engine():
+        layer = moe.made(asked, moe.moe_config(asked, has_bias=False), config=config)
+        model = torch.nn.ModuleList([layer])
+        reload.record_metadata_for_reloading(model)
+        moe.load(layer, contents.files())
+        layer.quant_method.process_weights_after_loading(layer)
+        found.append(whole_of([layer], contents))
+        monkeypatch.setattr(torch, "empty_strided", lambda *args, **more: empty(*args, **more).fill_(3))
+        for left_out in ([1], range(asked.num_experts)):
+            contents.biases["w2"][left_out] = 0
+            reload.initialize_layerwise_reload(model)
+            files = contents.files()
+            moe.load(
+                layer, {key: each for key, each in files.items() if key[1:] != ("w2", "bias") or key[0] not in left_out}
+            )
+            reload.finalize_layerwise_reload(model, None)
+            found.append(whole_of([layer], contents))
+    assert max(found) < FLOAT32, found
 
 
 def test_zero_biases_count_as_absent(tmp_path: Any) -> None:

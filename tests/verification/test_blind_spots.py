@@ -20,7 +20,7 @@ from vllm_moe_oracle.backends.emulation import expert_outputs, forward, ieee_fp3
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.decision import ShardPlan
 from vllm_moe_oracle.core.problem import Parallel
-from vllm_moe_oracle.verification import bounds, inputs, self_check
+from vllm_moe_oracle.verification import bounds, inputs, process_state, self_check
 
 SMALL: dict[str, Any] = {"experts": 16, "top_k": 4, "hidden_size": 256, "intermediate_size": 128, "has_bias": True}
 LAYERS = {
@@ -42,7 +42,8 @@ FAULTS: list[tuple[Faulty, list[str]]] = [
         "one token, zeros", "more than 64", "no multiple of 8", "last 16 columns", "last column", "one expert",
         "idle experts", "empty slots", "input changed", "last weight", "router weights normalized", "steps of 2 to 64",
         "bias of the last columns", "many tokens, one expert", "many tokens, blocks", "blocks of 16", "output left",
-        "workspace read",
+        "workspace read", "3 tokens", "10 to 15 tokens", "17 to 31 tokens", "torch's default dtype",
+        "torch's random numbers", "torch's threads",
     )),
 ]  # fmt: skip
 CASES = [(fault, name) for fault, names in FAULTS for name in names]
@@ -68,6 +69,62 @@ def test_experts_of_other_ranks(name: str, fault: Any, passes: bool) -> None:
     layer = dataclasses.replace(LAYERS[name], local_experts=8, parallel=Parallel(ep=2))
     loaded = {key: tensor[:8] for key, tensor in weights(LAYERS[name]).items()}
     assert check(Faulty("spread", compute=fault), layer, loaded).passed is passes
+
+
+def test_every_small_number_of_tokens_is_tried() -> None:
+    assert {*inputs.TOKEN_COUNTS, *inputs.REPEATED_COUNTS} >= {*range(1, inputs.NUM_TOKENS + 1)}
+    # Hand-overs take no call of these away.
+    seen: list[int] = []
+    layer = LAYERS["16 bit"]
+    backend = Faulty("right", compute=lib.after(lambda out: seen.append(len(out))), beyond=tuple(range(20, 200, 9)))
+    assert check(backend, layer, weights(layer)).passed
+    assert {*seen} >= {*range(1, inputs.NUM_TOKENS + 1), 20, 21, 191, 192}
+
+
+SETTINGS = {
+    "default dtype": lambda: torch.set_default_dtype(torch.float16),
+    "default device": lambda: torch.set_default_device("meta"),
+    "gradient mode": lambda: torch.set_grad_enabled(not torch.is_grad_enabled()),
+    "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "precision of float32 products": lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),  # type: ignore[attr-defined]
+    "flushing of subnormal numbers": lambda: torch.set_flush_denormal(True),
+    "seed of random numbers": lambda: torch.manual_seed(0),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_of_torch_that_a_kernel_changes_is_named_and_put_back(name: str) -> None:
+    read = [read for read, _ in process_state._SETTINGS.values()]
+    numbers = torch.get_rng_state()
+    before = [each() for each in read]
+    found = check(Faulty("sets", compute=lib.sets(SETTINGS[name])), LAYERS["16 bit"], weights(LAYERS["16 bit"]))
+    assert not found.passed and f"the kernel has changed torch's {name}" in found.fault
+    assert [each() for each in read] == before and torch.equal(torch.get_rng_state(), numbers)
+
+
+def test_what_the_first_calls_of_a_kernel_set_is_put_back_and_no_fault() -> None:
+    """An import may do so, once."""
+    calls: list[int] = []
+
+    def sets_once() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            torch.set_default_dtype(torch.float16)
+        torch.rand(1)  # drawing is no fault, either
+
+    assert check(Faulty("sets", compute=lib.sets(sets_once)), LAYERS["16 bit"], weights(LAYERS["16 bit"])).passed
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_setting_is_put_back_when_a_kernel_raises() -> None:
+    def raises() -> None:
+        torch.set_default_dtype(torch.float16)
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"), process_state.kept():
+        raises()
+    assert torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.parametrize("wrong", [100, 101])

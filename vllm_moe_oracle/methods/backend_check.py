@@ -231,6 +231,9 @@ def check_kernel(method: LayerMethod, raw: Tensors) -> CheckOutcome:
     problem, name = method.decision.problem, method.backend.name
     key = (problem.key(), name)
     if method.settings.self_check == "all" or key not in _outcomes:
+        # A kernel that ends the process says nothing itself.
+        remedy = f"{env_var('disable')}={name} leaves it out"
+        logger.info("moe_oracle: %s: checking %s; if the process ends here, %s", problem.layer, name, remedy)
         _outcomes[key] = _check_on_all_ranks(method, raw)
         logger.info("moe_oracle: %s: self-check of %s: %s", problem.layer, name, _outcomes[key].message)
     return _outcomes[key]

@@ -29,6 +29,7 @@ from ..errors import CheckpointError, LifecycleError, NoBackendError, OracleErro
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
 from ..oracle.stock_kernels import is_loadable
+from ..verification import process_state
 from ..verification.installed import InstalledLayer, WeightParts
 from . import (
     backend_check,
@@ -330,11 +331,19 @@ class OracleMoEMethod(FusedMoEMethodBase):
         if problem.has_bias:
             self._register_biases(layer, kwargs)
         names = self._parameter_names(self._scheme().shapes(problem))
-        weight_loading.set_sentinel({own: getattr(layer, name) for own, name in names.items()}, unloaded)
+        weight_loading.set_sentinel({own: getattr(layer, name) for own, name in names.items()}, self._sentinels())
+
+    def _sentinels(self) -> dict[str, int]:
+        """The byte that marks what was not loaded, by canonical name. Only the first rank adds the bias of the second
+        product: a loader may leave it out on the others."""
+        found = dict(getattr(self._scheme(), "UNLOADED", {}))
+        if self.moe.moe_parallel_config.tp_rank > 0:
+            found.pop("w2_bias", None)
+        return found
 
     def _reserve_expert_buffers(self, layer: Any) -> None:
         """Makes expert buffers as large as the kernel's tensors, and fills them with bytes that no checkpoint holds."""
-        unloaded = getattr(self._scheme(), "UNLOADED", {})
+        unloaded = self._sentinels()
         names = self._parameter_names(self._scheme().shapes(self.decision.problem))
         raw = {own: getattr(layer, name).data for own, name in names.items()}
         for own, spec in weight_storage.converted_specs(self._convert, raw).items():
@@ -349,12 +358,13 @@ class OracleMoEMethod(FusedMoEMethodBase):
         for name, rows in (("w13_bias", problem.w13_rows), ("w2_bias", problem.hidden_size)):
             if hasattr(layer, name):
                 continue
-            # Zeros: gpt-oss's loader may leave the bias of the second product to the first rank.
             device = next(layer.parameters(recurse=False)).device
             data = torch.zeros(problem.local_experts, rows, dtype=layer.params_dtype, device=device)
             loader = {}
             if "weight_loader" in extra:
-                loader["weight_loader"] = self.adapter.bias_loader(layer, extra["weight_loader"])
+                loader["weight_loader"] = weight_loading.filling_loader(
+                    self.adapter.bias_loader(layer, extra["weight_loader"])
+                )
             weight_storage.replace_parameter(layer, name, data, **loader)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -371,7 +381,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
         rank_agreement.require_same_layers(self.rank_group)
         with rank_sync.notify_on_failure(self.rank_group, f"the loaded weights of {problem.layer}"):
             if self.moe_kernel is not None:
-                weight_loading.check_all_loaded(dict(self.adapter.parameters(layer)), problem.layer)
+                parameters = dict(self.adapter.parameters(layer))
+                weight_loading.check_all_loaded(parameters, problem.layer)
+                weight_loading.fill_unloaded(parameters.values())
             raw = self._read_weights(layer)
             if self.settings.self_check != "off":
                 self._scheme().check_values(raw, problem)
@@ -395,11 +407,12 @@ class OracleMoEMethod(FusedMoEMethodBase):
         loaded = [name for name, _ in layer.named_parameters(recurse=False)]
         names = self._parameter_names(raw)
         parts = backend_check.parts_to_check(self)
-        kernel_names = weight_storage.rename_parameters(
-            layer,
-            weight_storage.convert_in_place(layer, names, functools.partial(self._convert, parts=parts)),
-            _VLLM_PARAMETER_NAMES,
-        )
+        with process_state.kept():
+            kernel_names = weight_storage.rename_parameters(
+                layer,
+                weight_storage.convert_in_place(layer, names, functools.partial(self._convert, parts=parts)),
+                _VLLM_PARAMETER_NAMES,
+            )
         offered = list(kernel_names.values())
         if problem.parallel.ep > 1:
             offered += weight_storage.keep_names(layer, loaded, problem.local_experts)
@@ -413,7 +426,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
             # Built once: a reload copies new values into the tensors that this kernel and captured graphs refer to.
             self.moe_quant_config = self.adapter.quant_config(problem, tensors)
             builder = self._builder(self.moe_quant_config)
-            self.experts = self.backend.build_experts(tensors, problem, self.decision.plan, builder)
+            with process_state.kept():
+                self.experts = self.backend.build_experts(tensors, problem, self.decision.plan, builder)
             self._built_over = {name: tensor.data_ptr() for name, tensor in tensors.items()}
             weight_storage.register_buffers(layer, builder.buffers)
             self.moe_kernel = self.adapter.kernel(self.moe, self.moe_quant_config, layer, self.experts)

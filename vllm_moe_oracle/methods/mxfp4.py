@@ -24,6 +24,7 @@ from ..errors import CheckpointError, SettingError
 from ..quantization.fields import exclusion_matcher, read_names
 from ..quantization.gpt_oss import EXCLUSION_FIELDS, reject_compressed_tensors, reject_excluded_experts
 from ..schemes.mxfp8 import E8M0_BIAS
+from . import weight_loading
 from .base import OracleMoEMethod
 from .dtypes import EmulatedDtypesMixin
 from .wna16 import expert_layer_names
@@ -84,7 +85,8 @@ class BaseMxfp4MoEMethod(OracleMoEMethod):
         for name in ("w13_bias", "w2_bias") if self.decision.problem.has_bias else ():
             parameter = getattr(layer, name)
             if hasattr(parameter, "weight_loader"):
-                parameter.weight_loader = self.adapter.bias_loader(layer, parameter.weight_loader)
+                loader = self.adapter.bias_loader(layer, parameter.weight_loader)
+                parameter.weight_loader = weight_loading.filling_loader(loader)
 
     def _read_weights(self, layer: Any) -> dict[str, Tensor]:
         self._zero_padding(layer)

@@ -244,7 +244,7 @@ def _jsonable(properties: Properties) -> Any:
     return msgspec.to_builtins(properties)
 
 
-def notify_load_failure(error: Exception) -> None:
+def notify_load_failure(error: BaseException) -> None:
     """Notifies the other ranks of whatever this one raises while it loads a model with layers of ours, the damaged file
     that only this rank reads included. They would wait for this rank at their next topic.
 

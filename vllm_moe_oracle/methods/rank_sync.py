@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import RankSyncError
+from ..errors import OracleError, RankSyncError, describe_error, is_interruption
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -93,7 +93,7 @@ def all_gather(group: RankGroup, topic: str, compute: Callable[[], Any]) -> list
     """
     try:
         value = json.loads(json.dumps(compute()))
-    except Exception as error:
+    except BaseException as error:
         notify_failure(group, topic, error)
         raise
     if group.size == 1:
@@ -132,19 +132,22 @@ def first_common_name(orders: list[list[str]]) -> str | None:
     return next((name for name in orders[0] if all(name in order for order in orders)), None)
 
 
-def notify_failure(group: RankGroup, topic: str, error: Exception) -> None:
+def notify_failure(group: RankGroup, topic: str, error: BaseException) -> None:
     """Notifies the other ranks, once per exception, that this one is about to raise; `all_gather` does so by itself.
+    An interruption ends the process, and its connections say so.
 
     Args:
         group: the ranks. It waits a few seconds at most for a rank that does not receive.
         topic: the topic at which the others are.
         error: the exception.
     """
-    if group.size == 1 or getattr(error, _NOTIFIED_ATTRIBUTE, False):
+    if group.size == 1 or getattr(error, _NOTIFIED_ATTRIBUTE, False) or is_interruption(error):
         return
+    # Another package's message may be anything.
+    words = f"{type(error).__name__}: {error}" if isinstance(error, OracleError) else describe_error(error)
     setattr(error, _NOTIFIED_ATTRIBUTE, True)
     try:
-        sent = _send(group, {"topic": topic, "raised": f"{type(error).__name__}: {error}"})
+        sent = _send(group, {"topic": topic, "raised": words})
     except RankSyncError:  # the others will time out; this rank's own exception matters more
         return
     _deliver_failure(group, sent, topic, drain=True)
@@ -162,7 +165,7 @@ def notify_on_failure(group: RankGroup, topic: str) -> Iterator[None]:
         yield
     except RankSyncError:  # the others know
         raise
-    except Exception as error:
+    except BaseException as error:
         notify_failure(group, topic, error)
         raise
 

@@ -9,7 +9,7 @@ reload and in online quantization. The sentinel is an attribute of the parameter
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..core.problem import Problem
 from ..core.sharding import shard_size
 from ..errors import CheckpointError
-from ..schemes._checks import dtype_name, packed_bytes
+from ..schemes._checks import SHAPE_REMEDY, dtype_name, packed_bytes
 from . import rank_sync
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ _SENTINEL_ATTRIBUTE = "moe_oracle_unloaded"
 """Attribute of a parameter: the byte that fills it before it is loaded."""
 
 _filled: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Parameters whose memory has been filled. Keyed by the object, because vLLM copies attributes to new parameters."""
+"""Parameters whose memory holds nothing by chance: it has been filled, or was zeros when the layer was made. Keyed by
+the object, because vLLM copies attributes to new parameters."""
 
 
 def validating_loader(loader: Callable[..., Any], problem: Problem, group: rank_sync.RankGroup) -> Callable[..., Any]:
@@ -48,25 +49,38 @@ def validating_loader(loader: Callable[..., Any], problem: Problem, group: rank_
         group: the ranks that hold parts of the layer.
     """
     topic = f"loading the weights of {problem.layer}"
+
+    def load_validated(
+        load: Callable[..., Any], param: nn.Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        with rank_sync.notify_on_failure(group, topic):
+            fill_once(param)
+            return load(param, validated_tensor(param, loaded_weight, problem, *args, **kwargs), *args, **kwargs)
+
+    return _around(loader, load_validated)
+
+
+def filling_loader(loader: Callable[..., Any]) -> Callable[..., Any]:
+    """A loader that fills a parameter's new memory with the sentinel first; otherwise as `validating_loader`."""
+
+    def load_filled(load: Callable[..., Any], param: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+        fill_once(param)
+        return load(param, *args, **kwargs)
+
+    return _around(loader, load_filled)
+
+
+def _around(loader: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """A loader that calls `call(load, param, ...)`, where `load` is the loader that was there: bound to the same layer,
+    with the same attributes."""
     layer = getattr(loader, "__self__", None)
     if layer is None:
-
-        @functools.wraps(loader)
-        def load(param: nn.Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-            with rank_sync.notify_on_failure(group, topic):
-                _fill_once(param)
-                return loader(param, validated_tensor(param, loaded_weight, problem, *args, **kwargs), *args, **kwargs)
-
-        return load
+        return functools.wraps(loader)(functools.partial(call, loader))
     function = loader.__func__  # type: ignore[attr-defined]
 
     @functools.wraps(function)
-    def load_bound(self: Any, param: nn.Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with rank_sync.notify_on_failure(group, topic):
-            _fill_once(param)
-            return function(
-                self, param, validated_tensor(param, loaded_weight, problem, *args, **kwargs), *args, **kwargs
-            )
+    def load_bound(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(functools.partial(function, self), *args, **kwargs)
 
     return MethodType(load_bound, layer)
 
@@ -77,6 +91,7 @@ def validated_tensor(
     problem: Problem,
     weight_name: str = "",
     shard_id: str | None = "",
+    expert_id: int | None = None,
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
@@ -88,6 +103,7 @@ def validated_tensor(
         problem: the layer.
         weight_name: the parameter's name, for messages.
         shard_id: ``w1`` (gate), ``w2`` (down) or ``w3`` (up); None or "" for all experts.
+        expert_id: the expert's number over all ranks, for messages.
         args: further arguments of vLLM's loader.
         kwargs: likewise.
 
@@ -97,7 +113,8 @@ def validated_tensor(
     Raises:
         CheckpointError: another dtype or shape.
     """
-    where = ", ".join(each for each in (problem.layer, weight_name, shard_id) if each)
+    expert = "" if expert_id is None else f"expert {expert_id}"
+    where = ", ".join(each for each in (problem.layer, weight_name, expert, shard_id) if each)
     if parameter.dtype == torch.uint8:
         tensor = packed_bytes(tensor, is_scale="scale" in weight_name.rpartition(".")[2])
     both_wide_floats = (
@@ -112,12 +129,13 @@ def validated_tensor(
         expected_shapes = _all_experts_shapes(parameter, problem, weight_name)
         if tensor.ndim == parameter.ndim and tuple(tensor.shape) not in expected_shapes:
             words = " or ".join(str(list(shape)) for shape in dict.fromkeys(expected_shapes))
-            raise CheckpointError(f"all experts' tensor has shape {list(tensor.shape)}, expected {words}", "", where)
+            rule = f"all experts' tensor has shape {list(tensor.shape)}, expected {words}"
+            raise CheckpointError(rule, SHAPE_REMEDY, where)
         return tensor
     expected = _expert_shape(parameter, problem, shard_id)
     if expected is not None and tensor.ndim == len(expected) and tuple(tensor.shape) != expected:
         rule = f"an expert's tensor has shape {list(tensor.shape)}, expected {list(expected)}"
-        raise CheckpointError(rule, "", where)
+        raise CheckpointError(rule, SHAPE_REMEDY, where)
     return tensor
 
 
@@ -147,12 +165,14 @@ def fill_with_sentinel(parameters: Mapping[str, nn.Parameter], codes: Mapping[st
 
     Args:
         parameters: by canonical name.
-        codes: the byte by canonical name; parameters without one keep their contents.
+        codes: the byte by canonical name; parameters without one keep their contents, which are zeros if they have no
+            sentinel.
     """
-    for name, code in codes.items():
-        if name in parameters:
-            parameters[name].data.view(torch.uint8).fill_(code)
-            _filled[parameters[name]] = True
+    for name, parameter in parameters.items():
+        if name in codes:
+            parameter.data.view(torch.uint8).fill_(codes[name])
+        if name in codes or getattr(parameter, _SENTINEL_ATTRIBUTE, None) == 0:
+            _filled[parameter] = True
 
 
 def set_sentinel(parameters: Mapping[str, nn.Parameter], codes: Mapping[str, int]) -> None:
@@ -167,11 +187,12 @@ def set_sentinel(parameters: Mapping[str, nn.Parameter], codes: Mapping[str, int
 
 
 def zero_before_loading(method: FusedMoEMethodBase) -> None:
-    """Makes a stock method fill its weights and scales with zeros when it registers them.
+    """Makes a stock method fill its weights and scales with zeros when it registers them, and new memory that a reload
+    gives them.
 
     vLLM's code of Kimi means to zero padded experts and looks for their weights in the wrong module (0.32), so that the
     padding keeps what the memory held. Biases and per-tensor scales, with fewer dimensions than a matrix for each
-    expert, stay. A reload that makes new tensors is not covered.
+    expert, stay.
 
     Args:
         method: the method of a layer whose experts are padded.
@@ -181,18 +202,34 @@ def zero_before_loading(method: FusedMoEMethodBase) -> None:
     @functools.wraps(create)
     def create_zeros(layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         create(layer, *args, **kwargs)
-        for parameter in layer.parameters(recurse=False):
+        for name, parameter in layer.named_parameters(recurse=False):
             if parameter.ndim > 2:
                 parameter.data.zero_()
+                set_sentinel({name: parameter}, {})
+                fill_with_sentinel({name: parameter}, {})
+                if hasattr(parameter, "weight_loader"):
+                    parameter.weight_loader = filling_loader(parameter.weight_loader)
 
     method.create_weights = create_zeros
 
 
-def _fill_once(parameter: nn.Parameter) -> None:
+def fill_once(parameter: Tensor) -> None:
+    """Fills a parameter's memory with its sentinel, unless that was done before or it has none; for loaders."""
     code = getattr(parameter, _SENTINEL_ATTRIBUTE, None)
     if code is not None and not parameter.is_meta and parameter not in _filled:
         parameter.data.view(torch.uint8).fill_(code)
         _filled[parameter] = True
+
+
+def fill_unloaded(parameters: Iterable[Tensor]) -> None:
+    """Fills new memory with zeros into which nothing was loaded: of biases that files may leave out.
+
+    Args:
+        parameters: those of a layer, after `check_all_loaded`.
+    """
+    for parameter in parameters:
+        if getattr(parameter, _SENTINEL_ATTRIBUTE, None) == 0:
+            fill_once(parameter)
 
 
 def check_all_loaded(parameters: Mapping[str, Tensor], layer: str) -> None:
@@ -203,7 +240,7 @@ def check_all_loaded(parameters: Mapping[str, Tensor], layer: str) -> None:
         layer: the layer's name.
 
     Raises:
-        CheckpointError: nothing was loaded into some parameters other than biases, which files may leave out.
+        CheckpointError: nothing was loaded into some parameters, other than those that files may leave out.
     """
     never_loaded = [
         name for name, each in parameters.items() if getattr(each, _SENTINEL_ATTRIBUTE, 0) != 0 and each not in _filled

@@ -39,7 +39,7 @@ from ..quantization.types import (
 )
 from ..schemes import _wna16_checkpoint, _wna16_parameters
 from ..schemes._packings import PACKINGS, filled_word
-from . import rank_sync
+from . import rank_sync, weight_loading
 from .base import OracleMoEMethod
 from .dtypes import EmulatedDtypesMixin
 
@@ -125,6 +125,8 @@ class Wna16MoEMethod(OracleMoEMethod):
             if not canonical.endswith(("_order", "_bias")):
                 # vLLM's word for K as the first dimension; `wna16.read` needs it.
                 parameter.is_transposed = layout == "k_first"  # type: ignore[attr-defined]
+            if canonical.endswith("_bias"):  # the one thing that files may leave out
+                weight_loading.set_sentinel({canonical: parameter}, {})
         for name in self._optional_parameters():
             if name not in named:
                 self._parameter(layer, torch.zeros(0), name, "")
@@ -205,6 +207,7 @@ class Wna16MoEMethod(OracleMoEMethod):
         if local == -1:
             return False
         problem = self.decision.problem
+        weight_loading.fill_once(param)
         if self.file_packing != problem.scheme.packing and not param.is_meta:
             # Codes are repacked, which is fast on a GPU.
             tensor = tensor.to(param.device)
@@ -299,15 +302,23 @@ class Wna16MoEMethod(OracleMoEMethod):
     def _check_all_loaded(self) -> None:
         problem = self.decision.problem
         shards = {"w13": ("w1", "w3") if problem.activation.gated else ("w1",), "w2": ("w2",)}
-        missing = [
+        unloaded = [
             (name, expert, shard)
             for name, canonical in _wna16_parameters.canonical_names(problem).items()
-            # Not every expert has a bias that only the files declare.
-            if not (canonical.endswith("_bias") and not self.moe.has_bias)
             for expert in range(problem.local_experts)
             for shard in shards[canonical.partition("_")[0]]
             if (name, expert, shard) not in self._loaded
         ]
+        # Not every expert has a bias that only the files declare.
+        optional = [each for each in unloaded if each[0].endswith("_bias") and not self.moe.has_bias]
+        if optional:
+            name, expert, shard = optional[0]
+            projection = _wna16_checkpoint.projection_name(cast("Shard", shard), problem)
+            words = f"{name} of the {projection} projection of local expert {expert} is not in the checkpoint"
+            logger.warning(
+                "moe_oracle: %s: %s, others are (%d missing); it is zero", problem.layer, words, len(optional)
+            )
+        missing = [each for each in unloaded if each not in optional]
         if missing:
             name, expert, shard = missing[0]
             more = sum(1 for each in missing if each[0] == name)

@@ -13,6 +13,9 @@ from ..errors import CheckpointError
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of biases, and of the scales of integer codes."""
 
+SHAPE_REMEDY = "The checkpoint is damaged, or not in the format and of the sizes that its config names"
+"""What to look for where a file's tensor has another shape than its layer."""
+
 _CHUNK_ELEMENTS = 2**21
 """Values tested per pass. `isfinite` allocates temporaries, and the scales of one layer can take 100 MB."""
 

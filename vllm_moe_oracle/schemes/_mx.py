@@ -51,7 +51,7 @@ CODE_DTYPES = {"mxfp8": torch.float8_e4m3fn, "mxfp4": torch.uint8}
 _E4M3_NAN, _E2M1_NEGATIVE_ZEROS = 0x7F, 0x88
 
 UNLOADED = {
-    scheme: {"w13": code, "w2": code, "w13_scale": E8M0_NAN, "w2_scale": E8M0_NAN}
+    scheme: {"w13": code, "w2": code, "w13_scale": E8M0_NAN, "w2_scale": E8M0_NAN, "w13_bias": 0xFF, "w2_bias": 0xFF}
     for scheme, code in {"mxfp8": _E4M3_NAN, "mxfp4": _E2M1_NEGATIVE_ZEROS}.items()
 }
 """Bytes that mark what was not loaded yet, by scheme and canonical name. No checkpoint holds NaN, nor a matrix of

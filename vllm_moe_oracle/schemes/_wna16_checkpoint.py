@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.problem import Problem
 from ..core.sharding import has_group_index, loaded_group_size, shard_size
 from ..errors import CheckpointError
-from ._checks import FLOAT_DTYPES, dtype_name
+from ._checks import FLOAT_DTYPES, SHAPE_REMEDY, dtype_name
 from ._packings import (
     PACKINGS,
     Layout,
@@ -94,7 +94,7 @@ def check_checkpoint_tensor(
     shape = checkpoint_shape(suffix, shard, problem, packing)
     if tuple(tensor.shape) != shape:
         rule = f"an expert's tensor has shape {list(tensor.shape)}, expected {list(shape)}"
-        raise CheckpointError(rule, "", where)
+        raise CheckpointError(rule, SHAPE_REMEDY, where)
 
 
 def rank_shard(tensor: Tensor, suffix: str, shard: Shard, problem: Problem, packing: str, rank: int) -> Tensor:

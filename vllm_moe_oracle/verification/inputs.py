@@ -15,8 +15,9 @@ from ..core.problem import Problem
 NUM_TOKENS = 16
 """Number of different tokens in a group of a check; calls with more repeat them."""
 
-REPEATED_COUNTS = (1, 2, 4, 8, 32, 64)
-"""Numbers of tokens of repeated calls, in turn: those of CUDA graphs and of decode steps."""
+REPEATED_COUNTS = (1, 2, 4, 8, 32, 64, 3, 5, 6, 10, 11, 12, 13, 14, 15, 24, 48)
+"""Numbers of tokens of repeated calls, in turn: those of CUDA graphs and of decode steps. With `TOKEN_COUNTS` they are
+all up to 16, for each of which a kernel may have a variant of its own."""
 
 TOKEN_COUNTS = (1, 7, 9, NUM_TOKENS, 33, 65)
 """Numbers of tokens of a check's calls: one, no multiples of 8, and more than tiles of 8, 16, 32 and 64 rows."""

@@ -25,7 +25,7 @@ from ..core.decision import ShardPlan
 from ..core.problem import Parallel, Problem
 from ..errors import CheckpointError
 from ..oracle.checked_backend import unchecked
-from . import bounds, inputs, routing
+from . import bounds, inputs, process_state, routing
 from .tolerances import rounding_error
 
 if TYPE_CHECKING:
@@ -176,6 +176,7 @@ class Calls:
         self._rows: list[Tensor] = []
         self._outputs: list[Tensor] = []
         self._after: dict[str, list[Tensor]] = {name: [] for name in given}
+        self._settings: list[list[str]] = []
 
     def make(self, rows: Tensor, poisoned: bool = True) -> None:
         """One call with rows `[M]` of the tokens, on memory that holds NaN, or what it held before. The host does not
@@ -189,7 +190,10 @@ class Calls:
         given = [tokens, *(each[rows] for each in others)]
         # Copies: the next call may get the same memory.
         self._rows.append(rows)
-        self._outputs.append(self._run(*given, poisoned=poisoned).clone())
+        with process_state.kept() as changed:
+            self._outputs.append(self._run(*given, poisoned=poisoned).clone())
+        # The first calls may import and compile.
+        self._settings.append([] if poisoned else changed)
         for each, after in zip(given, self._after.values(), strict=True):
             after.append(each.clone())
 
@@ -227,6 +231,8 @@ class Calls:
         names = [name for name, each in zip(self._given, changed, strict=True) if each]
         if names:
             words.append(f"the kernel has changed its {' and '.join(names)}")
+        if self._settings[index]:
+            words.append(f"the kernel has changed torch's {' and '.join(self._settings[index])}")
         return f"call {index + 1}, {len(rows)} tokens: {' and '.join(words)}" if words else ""
 
 
@@ -278,13 +284,13 @@ def _plan_calls(
 
 def _repeats(counts: list[int], experts: Tensors) -> list[int]:
     """Numbers of tokens of further calls, which find what a kernel keeps from one call to the next: all tokens once
-    more, then those of decode steps; few of them where a call takes long."""
+    more, then each of `REPEATED_COUNTS`; few of them where a call takes long."""
     again = [min(inputs.NUM_TOKENS, counts[-1])]
-    left = max(_CALLS - len(counts) - len(again), 1)
+    sizes = [count for count in inputs.REPEATED_COUNTS if count <= counts[-1]]
+    left = max(_CALLS - len(counts) - len(again), len(sizes))
     if not experts["w13"].is_cuda:
         left = min(left, max(_HOST_VALUES // experts["w13"][0].numel(), 1))
-    sizes = itertools.cycle([count for count in inputs.REPEATED_COUNTS if count <= counts[-1]])
-    return again + list(itertools.islice(sizes, left))
+    return again + list(itertools.islice(itertools.cycle(sizes), left))
 
 
 def _takes_expert_map(backend: Backend, problem: Problem) -> bool:
@@ -343,13 +349,15 @@ def _build_small_layer(
     layer = nn.Module()
     for name, tensor in experts.items():
         weight_storage.replace_parameter(layer, name, tensor.clone())
-    names = weight_storage.convert_in_place(
-        layer, {name: name for name in experts}, lambda expert: backend.convert(expert, problem, plan)
-    )
+    with process_state.kept():
+        names = weight_storage.convert_in_place(
+            layer, {name: name for name in experts}, lambda expert: backend.convert(expert, problem, plan)
+        )
     tensors = {name: getattr(layer, parameter).data for name, parameter in names.items()}
     config = adapter.single_rank_config(moe, problem)
     described = adapter.quant_config(problem, tensors)
     builder = VllmBuilder(
         adapter, config, described, for_serving=False, trial_tokens=tokens, batched=problem.parallel.is_batched
     )
-    return backend.build_experts(tensors, problem, plan, builder), layer, tensors
+    with process_state.kept():
+        return backend.build_experts(tensors, problem, plan, builder), layer, tensors

@@ -29,7 +29,7 @@ from ..core.decision import ShardPlan
 from ..core.problem import Problem
 from ..errors import CheckpointError, HostMemoryError, asked_memory, describe_error, is_out_of_memory
 from ..oracle.checked_backend import overrides
-from . import bounds, inputs, routing, self_check
+from . import bounds, inputs, process_state, routing, self_check
 from .tolerances import rounding_error
 
 if TYPE_CHECKING:
@@ -207,6 +207,9 @@ class LayerCheck:
         if self.kind != "cpu" or backend.hand_overs(self.problem, calls.most):
             calls.mixed(calls.most)
         calls.mixed(calls.num_mixed)
+        for count in inputs.REPEATED_COUNTS:
+            if count <= calls.num_mixed:
+                calls.mixed(count, start=calls.count)
         while calls.count < CALLS:
             calls.mixed(1, start=calls.count)
         if backend.monolithic or self.problem.num_experts == 1:
@@ -475,7 +478,8 @@ class _Calls:
         rows = rows.to(batch.x.device)
         given = batch.x[rows]
         self.count += 1
-        actual = self._run(batch, given, rows).float()
+        with process_state.kept():  # the check at load says what was changed
+            actual = self._run(batch, given, rows).float()
         reference = batch.reference
         blocks, columns, tokens = (each.nan_to_num(nan=torch.inf) for each in bounds.ratios(actual, reference, rows))
         by_token = torch.maximum(blocks.amax(-1), tokens)

@@ -1,0 +1,78 @@
+"""What a backend may not change: settings of torch that the whole process computes with.
+
+A kernel that leaves another default dtype, or that seeds torch's random numbers, may give right outputs itself. What is
+wrong is the rest of the server: layers that are built afterwards, and tokens that are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_SEED = 0x6D6F656F7261636C
+"""A seed that nobody else sets."""
+
+
+_SUBNORMAL = 5e-324
+"""The smallest positive number of Python."""
+
+
+def _flushes_subnormals() -> bool:
+    """Whether this thread takes subnormal numbers for 0, in torch and in Python. torch has no function."""
+    return _SUBNORMAL * 1.0 == 0.0
+
+
+def _default_device() -> torch.device | None:
+    """What `torch.set_default_device` has set; not the device of a context, as vLLM loads a model in."""
+    context = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+    return None if context is None else context.device
+
+
+def _float32_precisions() -> list[str]:
+    return [library.fp32_precision for library in _LIBRARIES]
+
+
+def _set_float32_precisions(precisions: list[str]) -> None:
+    for library, precision in zip(_LIBRARIES, precisions, strict=True):
+        library.fp32_precision = precision
+
+
+_LIBRARIES: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+
+_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (_default_device, torch.set_default_device),
+    "gradient mode": (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "precision of float32 products": (_float32_precisions, _set_float32_precisions),
+    "flushing of subnormal numbers": (_flushes_subnormals, torch.set_flush_denormal),
+}
+"""How to read a setting, and how to put it back."""
+
+
+@contextmanager
+def kept() -> Iterator[list[str]]:
+    """Keeps torch's settings, and its random numbers on the host, as they are: what is changed meanwhile is put back.
+
+    Yields:
+        The names of the settings that were changed, once the context has ended without an exception. Drawing random
+        numbers is no change, seeding them is.
+    """
+    changed: list[str] = []
+    before = {name: read() for name, (read, _) in _SETTINGS.items()}
+    random = torch.default_generator
+    numbers = random.get_state()
+    random.manual_seed(_SEED)
+    try:
+        yield changed
+        changed += ["seed of random numbers"] * (random.initial_seed() != _SEED)
+    finally:
+        random.set_state(numbers)
+        for name, (read, put) in _SETTINGS.items():
+            if read() != before[name]:
+                changed.append(name)
+                put(before[name])
