@@ -826,6 +826,29 @@ def test_output_that_cannot_be_written_is_one_line_and_status_2(write: Callable[
         assert (ended.returncode, ended.stderr) == (0 if closed == "2>&-" else 2, said)
 
 
+@pytest.mark.parametrize("line", [("CONFIG", "--bogus"), ("nope",), ("CONFIG", "--device", "cpu", "--ep", "--json")])
+def test_a_standard_error_that_nobody_reads_changes_no_answer(
+    line: tuple[str, ...], write: Callable[..., Path]
+) -> None:
+    """A full disk behind the log, a reader that is gone: status and standard output are as with a reader."""
+    command = [sys.executable, *TOOL, "explain", *(str(write()) if word == "CONFIG" else word for word in line)]
+    read = subprocess.run(command, capture_output=True, timeout=120)
+    assert read.stderr
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full, os.fdopen(writer, "w") as gone:
+        for stream in (full, gone):
+            ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=stream, timeout=120)
+            assert (ended.returncode, ended.stdout) == (read.returncode, read.stdout), stream.name
+
+
+def test_a_locale_without_the_signs_of_a_table_gets_their_codes() -> None:
+    """Predicted times have the sign of a deviation, which ASCII lacks."""
+    line = (*TOOL, "explain", CONFIGS / "kimi-k2-thinking.json", "--device", "nvidia-h200")
+    shown = python(*line, PYTHONIOENCODING="ascii:strict")
+    assert shown.returncode == 0 and "\\xb1" in shown.stdout and not shown.stderr
+
+
 def test_no_escape_code_reaches_the_terminal(
     run: Run, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
