@@ -759,7 +759,10 @@ def test_an_invalid_profile_is_an_error_to_tune_and_a_note_to_explain(
     assert result.status == 0 and "is not used" in result.err and "strict" not in result.err
     monkeypatch.setenv("MOE_ORACLE_STRICT", "1")
     result = run("explain", write(), "--device", "nvidia-h200", "--json")
-    assert result.status == 0 and "a strict server would not start" in result.err
+    assert result.status == 3 and "a strict server would not start" in result.err
+    monkeypatch.setenv("MOE_ORACLE_ENABLED", "0")
+    result = run("explain", write(), "--device", "nvidia-h200", "--json")
+    assert result.status == 0 and "strict server" not in result.err
 
 
 def test_a_bad_variable_is_an_error_too(run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
