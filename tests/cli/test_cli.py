@@ -8,8 +8,10 @@ import logging
 import os
 import pkgutil
 import re
+import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -843,6 +845,35 @@ def test_a_standard_error_that_nobody_reads_changes_no_answer(
         for stream in (full, gone):
             ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=stream, timeout=120)
             assert (ended.returncode, ended.stdout) == (read.returncode, read.stdout), stream.name
+
+
+@pytest.mark.parametrize("module", ["typer", "vllm_moe_oracle.cli.main", "vllm_moe_oracle.cli.commands.explain"])
+def test_ctrl_c_while_the_tool_is_imported_ends_it_quietly(module: str) -> None:
+    """The interruption comes when a module is looked up, whatever the machine's speed."""
+    code = f"""
+        import os, signal, sys
+
+        class Interrupting:
+            def find_spec(self, name, path=None, target=None):
+                if name == {module!r}:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        sys.meta_path.insert(0, Interrupting())
+        sys.argv = ["vllm-moe-oracle", "--version"]
+        from vllm_moe_oracle.cli.__main__ import run
+        run()
+    """
+    ended = python("-c", textwrap.dedent(code))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_ctrl_c_is_status_130(run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vllm_moe_oracle.cli.commands.explain._find_layers", interrupted)
+    ended = run("explain", write())
+    assert (ended.status, ended.out, ended.err) == (130, "", "")
 
 
 def test_a_locale_without_the_signs_of_a_table_gets_their_codes() -> None:

@@ -8,3 +8,5 @@ EXIT_NO_BACKEND = 3
 """Exit status when the answer was given, and a server would not start: a layer has no backend, or vLLM refuses."""
 EXIT_INCOMPLETE = 4
 """Exit status when a part of what was asked for could not be measured."""
+EXIT_INTERRUPTED = 130
+"""Exit status after Ctrl-C: 128 and SIGINT, as shells have it."""

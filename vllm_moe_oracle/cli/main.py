@@ -23,7 +23,7 @@ from typer.core import TyperArgument, TyperCommand
 from .. import __version__
 from ..errors import OracleError, PrintableFilter, printable
 from ..oracle.watchdog import WATCHED_LOGGER
-from . import EXIT_INVALID_INPUT, commands, output, usage_hints
+from . import EXIT_INTERRUPTED, EXIT_INVALID_INPUT, commands, output, usage_hints
 
 logging.getLogger("vllm.moe_oracle").addFilter(PrintableFilter())
 
@@ -183,8 +183,8 @@ def main() -> None:
         error.show(file=text)
         output.write_error_text(printable(text.getvalue()))
         sys.exit(error.exit_code)
-    except typer.Abort:
-        sys.exit(1)
+    except (typer.Abort, KeyboardInterrupt):  # which one depends on the release of typer
+        sys.exit(EXIT_INTERRUPTED)
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
