@@ -151,6 +151,9 @@ def test_routing(
         ("phimoe", {}, "default", False, None, False),
         ("olmoe", {"norm_topk_prob": True}, "default", False, None, False),
         ("qwen3_moe", {}, "default", False, None, False),  # what the config's class has for a missing field
+        # As transformers' module of the model, which vLLM runs.
+        ("dots1", {"scoring_func": "noaux_tc", "norm_topk_prob": True, "n_group": 1, "topk_group": 1}, "deepseekv3",
+         True, 1, True),
         ("qwen3_next", {}, "renormalizenaive", True, None, False),
         ("afmoe", {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}, "deepseekv3", True, 1,
          True),

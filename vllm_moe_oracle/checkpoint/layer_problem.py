@@ -45,11 +45,11 @@ ACTIVATION_FIELDS = ("mlp_hidden_act", "hidden_act", "hidden_activation")
 # renormalize, and routers with one group of experts: these models' code decides it, no field does.
 _SIGMOID_MODELS = frozenset(
     {"nemotron_h", "nemotron_h_puzzle", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "mimo_v2", "mimo_v2_flash",
-     "lfm2_moe", "exaone_moe", "hy_v3", "laguna", "llama4", "llama4_text"}
+     "lfm2_moe", "exaone_moe", "hy_v3", "laguna", "llama4", "llama4_text", "dots1"}
 )  # fmt: skip
 _CORRECTION_BIAS_MODELS = frozenset(
     {"nemotron_h", "nemotron_h_puzzle", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "mimo_v2", "mimo_v2_flash",
-     "exaone_moe", "ernie4_5_moe", "afmoe", "step3p5", "longcat_flash", *ERNIE_VL_MODELS}
+     "exaone_moe", "ernie4_5_moe", "afmoe", "step3p5", "longcat_flash", "dots1", *ERNIE_VL_MODELS}
 )  # fmt: skip
 _RENORMALIZING_MODELS = frozenset(
     {"mixtral", "gpt_oss", "minimax_m2", "minimax_m3", "minimax_m3_text", "ernie4_5_moe", "laguna", "gemma4_text",
