@@ -109,6 +109,44 @@ def test_configs(fuzz: Fuzz, tmp_path: Path) -> None:
     fuzz(lambda source: json.dumps(a_config(source)), read)
 
 
+def a_restructured_config(source: random.Random) -> Any:
+    """A config whose parts lie elsewhere, with rules of several formats and values of other types."""
+    model, quantization = (copy.deepcopy(source.choice(each)) for each in (MODELS, QUANTIZATIONS))
+    if source.random() < 0.5:  # fields of two formats, which contradict each other
+        quantization = {**source.choice(QUANTIZATIONS), **quantization}
+        quantization["quant_method"] = source.choice(QUANTIZATIONS)["quant_method"]
+    quantization = fuzzing.retyped(quantization, source) if source.random() < 0.7 else quantization
+    field = source.choice(("quantization_config", "compression_config"))
+    inner = {**model, field: quantization}
+    places = (
+        inner,
+        {**model, "text_config": inner},
+        {"text_config": inner, "model_type": model.get("model_type"), field: source.choice(QUANTIZATIONS)},
+        {"thinker_config": {"text_config": inner}, "architectures": model.get("architectures")},
+        {**inner, "llm_config": model, "text_config": None},
+        {**inner, "model_type": source.choice(MODELS).get("model_type")},
+        {**model, field: {"quantization": quantization, "producer": {"name": "modelopt"}}},
+    )
+    found = source.choice(places)
+    return fuzzing.retyped(found, source) if source.random() < 0.5 else found
+
+
+def test_restructured_configs(fuzz: Fuzz, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+
+    def make(source: random.Random) -> tuple[str, dict[str, Any]]:
+        ranks = {"tp": source.choice((1, 2, 3, 8)), "dp": source.choice((1, 2)), "ep": source.random() < 0.3}
+        device, online = source.choice(("nvidia-h200", "cpu")), source.choice(("", "", "mxfp8", "moe_wna16"))
+        return json.dumps(a_restructured_config(source)), {**ranks, "device": device, "quantization": online}
+
+    def read(made: tuple[str, dict[str, Any]]) -> str:
+        text, options = made
+        path.write_text(text)
+        return outcome(lambda: api.explain_checkpoint(path, failures=[], **options))
+
+    fuzz(make, read)
+
+
 def test_bytes_of_configs(fuzz: Fuzz, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
 

@@ -152,7 +152,7 @@ def explain_checkpoint(
     """
     from . import settings as settings_module
     from .checkpoint import find_moe_layers, read_checkpoint
-    from .checkpoint.serving import as_served, check_all2all, is_round_robin
+    from .checkpoint.serving import as_served, check_exchange, is_round_robin
     from .devices.catalog import known_device
     from .errors import NoBackendError
     from .measurements.lookup import find_measurements
@@ -176,7 +176,7 @@ def explain_checkpoint(
             found[key] = find_measurements(problem, machine, chosen)
         try:
             decision = decide(problem, machine, chosen, moe_backend, measurements=found[key])
-            check_all2all(problem, exchange)
+            check_exchange(problem, exchange, machine.kind)
             decisions.append(decision)
         except NoBackendError as error:
             if failures is None:

@@ -7,6 +7,7 @@ raises, from `UnicodeDecodeError` to `MemoryError`, is not listed anywhere.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
@@ -105,19 +106,26 @@ def check_values(data: bytes, kind: type[OracleError], where: str) -> None:
 def parse_json(data: bytes, kind: type[OracleError], where: str) -> Any:
     """The value of a JSON text. Python's own parser: configs of models may hold Infinity, which is not JSON.
 
+    Only UTF-8 is read. `json.loads` would guess other encodings from bytes, and skip a byte order mark; what vLLM and
+    safetensors read the same files with does neither.
+
     Raises:
-        OracleError: of `kind`: the text is not JSON, or exceeds a limit of this module.
+        OracleError: of `kind`: the text is not JSON in UTF-8, or exceeds a limit of this module.
     """
     check_values(data, kind, where)
+    if data.startswith(_BYTE_ORDER_MARKS):
+        rule = "begins with a byte order mark, which vLLM does not read"
+        raise kind(rule, "Save it as UTF-8 without one", where)
     with boundary(kind, "is not JSON", where=where):
         try:
-            value = json.loads(data)
+            value = json.loads(data.decode("utf-8"))
         except RecursionError:
             raise kind(_TOO_DEEP, where=where) from None
     _check_nesting_and_strings(value, kind, where)
     return value
 
 
+_BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 _TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep"
 
 

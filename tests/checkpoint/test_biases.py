@@ -90,9 +90,25 @@ def header(*, length: int | None = None, **tensors: Any) -> bytes:
         (header(**{NAME: {"dtype": "F16", "shape": [4], "data_offsets": [0, 10**30]}}), "would be bytes 0 to 10000000"),
         (header(**{NAME: {"dtype": "F16", "shape": [4], "data_offsets": [-2, 0]}}), "would be bytes -2 to 0"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n", "git lfs pull"),
-        (header(**{NAME: {"dtype": "F16", "shape": [4]}}), "'data_offsets'"),
-        (header(**{NAME: [1, 2]}), "is not a safetensors file"),
-        (header(**{NAME: {"dtype": "F16", "shape": [4], "data_offsets": "ab"}}), "is not a safetensors file"),
+        (header(**{NAME: {"dtype": "F16", "shape": [4]}}), "without a dtype and two data_offsets"),
+        (header(**{NAME: [1, 2]}), "is [1, 2], without a dtype"),
+        *(
+            (
+                header(**{NAME: {"dtype": dtype, "data_offsets": place}}) + bytes(16),
+                "without a dtype and two data_offsets",
+            )
+            for dtype, place in (
+                ("F16", "ab"),
+                ("F16", [0, 2, 4]),
+                ("F16", [0.0, 2.0]),
+                ("F16", [False, True]),
+                (["F16"], [0, 2]),
+                ("F16", [None, 2]),
+                (2, [0, 2]),
+            )
+        ),
+        (b"\2\0\0\0\0\0\0\0[]", "its header is [], not an object"),
+        (b"\5\0\0\0\0\0\0\0\xef\xbb\xbf{}", "begins with a byte order mark"),
     ],
 )
 def test_damaged_files_are_refused_by_name(content: bytes, words: str | None, tmp_path: Path) -> None:

@@ -149,6 +149,12 @@ def test_routing(
     [
         ("jamba", {}, "default", False, None, False),
         ("phimoe", {}, "default", False, None, False),
+        ("olmoe", {"norm_topk_prob": True}, "default", False, None, False),
+        ("qwen3_moe", {}, "default", False, None, False),  # what the config's class has for a missing field
+        # As transformers' module of the model, which vLLM runs.
+        ("dots1", {"scoring_func": "noaux_tc", "norm_topk_prob": True, "n_group": 1, "topk_group": 1}, "deepseekv3",
+         True, 1, True),
+        ("qwen3_next", {}, "renormalizenaive", True, None, False),
         ("afmoe", {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}, "deepseekv3", True, 1,
          True),
         ("step3p5", {"moe_router_activation": "sigmoid", "norm_expert_weight": True}, "minimax2", True, None, True),
@@ -528,3 +534,11 @@ def test_short_names_are_numbers_where_nothing_else_differs() -> None:
     assert short_layer_names(names[:1]) == ["0"] and short_layer_names([]) == []
     for others in ([*names, "mtp.layers.0.mlp.experts"], ["a.layers.1.layers.2.b"], ["experts"]):
         assert short_layer_names(others) == others
+
+
+def test_a_missing_norm_topk_prob_is_what_the_class_of_the_config_has(explain: Any) -> None:
+    configs = pytest.importorskip("transformers").CONFIG_MAPPING
+    kinds = {"qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "solar_open"}
+    for kind in sorted(kinds & set(configs)):
+        data = quantized("qwen3-30b-a3b", model_type=kind, norm_topk_prob=None)
+        assert explain(data).problems[0].routing.renormalize is configs[kind]().norm_topk_prob, kind

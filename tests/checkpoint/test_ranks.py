@@ -14,7 +14,7 @@ from tests.lib.configs import quantized
 from tests.lib.releases import INSTALLED
 from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
 from vllm_moe_oracle.checkpoint.ranks import Ranks
-from vllm_moe_oracle.checkpoint.serving import check_all2all
+from vllm_moe_oracle.checkpoint.serving import check_exchange
 from vllm_moe_oracle.core.problem import Parallel, Problem
 from vllm_moe_oracle.errors import CheckpointError, NoBackendError, SettingError
 from vllm_moe_oracle.releases.all2all import REMOVED_ALL2ALL, all2all_names, effective_all2all
@@ -150,10 +150,13 @@ def test_an_all_to_all_that_rounds_the_hidden_size_is_refused(read: Any) -> None
         with pytest.raises(
             NoBackendError, match="does not carry hidden size 2880: vLLM rounds it up to 3072"
         ) as caught:
-            check_all2all(read(data, 1, True, dp=2, all2all_backend=name), name)
+            check_exchange(read(data, 1, True, dp=2, all2all_backend=name), name, "cuda")
         assert caught.value.remedy == "Choose another --all2all-backend"
-        check_all2all(read(data, 2, True, all2all_backend=name), name)
-        check_all2all(read(quantized(), 1, True, dp=2, all2all_backend=name), name)
+        check_exchange(read(data, 2, True, all2all_backend=name), name, "cuda")
+        check_exchange(read(quantized(), 1, True, dp=2, all2all_backend=name), name, "cuda")
     with pytest.raises(NoBackendError, match="hidden size 16384: it is too large"):
-        check_all2all(read(quantized(hidden_size=16384), 1, True, dp=2, all2all_backend="nixl_ep"), "nixl_ep")
-    check_all2all(read(data, 1, True, dp=2), "allgather_reducescatter")
+        check_exchange(read(quantized(hidden_size=16384), 1, True, dp=2, all2all_backend="nixl_ep"), "nixl_ep", "cuda")
+    check_exchange(read(data, 1, True, dp=2), "allgather_reducescatter", "cuda")
+    with pytest.raises(NoBackendError, match="between data-parallel ranks on a CPU") as caught:
+        check_exchange(read(data, 1, dp=2), "allgather_reducescatter", "cpu")
+    assert caught.value.remedy == "Use --tp instead of --dp"

@@ -128,7 +128,8 @@ def test_unusable_configs_say_what_and_where(
     [
         (b"", "is not JSON: Expecting value"),
         (b"{", "is not JSON"),
-        (b"\xff\xfe\x00{", "is not JSON"),
+        (b"\xff\xfe\x00{", "begins with a byte order mark"),
+        (b"\xff\x00{", "is not JSON"),
         (b"[1, 2]", r"holds \[1, 2\], not a JSON object"),
         (b"null", "holds None, not a JSON object"),
         (b"[" * 200_000, "is nested more than 50 levels deep"),

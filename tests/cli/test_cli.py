@@ -8,8 +8,10 @@ import logging
 import os
 import pkgutil
 import re
+import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -752,7 +754,10 @@ def test_an_invalid_profile_is_an_error_to_tune_and_a_note_to_explain(
     assert result.status == 0 and "is not used" in result.err and "strict" not in result.err
     monkeypatch.setenv("MOE_ORACLE_STRICT", "1")
     result = run("explain", write(), "--device", "nvidia-h200", "--json")
-    assert result.status == 0 and "a strict server would not start" in result.err
+    assert result.status == 3 and "a strict server would not start" in result.err
+    monkeypatch.setenv("MOE_ORACLE_ENABLED", "0")
+    result = run("explain", write(), "--device", "nvidia-h200", "--json")
+    assert result.status == 0 and "strict server" not in result.err
 
 
 def test_a_bad_variable_is_an_error_too(run: Run, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -817,6 +822,56 @@ def test_output_that_cannot_be_written_is_one_line_and_status_2(write: Write) ->
         shell = ["sh", "-c", f'"$@" {closed}', "sh", *command]
         ended = subprocess.run(shell, capture_output=True, text=True, timeout=120)
         assert (ended.returncode, ended.stderr) == (0 if closed == "2>&-" else 2, said)
+
+
+@pytest.mark.parametrize("line", [("CONFIG", "--bogus"), ("nope",), ("CONFIG", "--device", "cpu", "--ep", "--json")])
+def test_a_standard_error_that_nobody_reads_changes_no_answer(line: tuple[str, ...], write: Write) -> None:
+    """A full disk behind the log, a reader that is gone: status and standard output are as with a reader."""
+    command = [sys.executable, *TOOL, "explain", *(str(write()) if word == "CONFIG" else word for word in line)]
+    read = subprocess.run(command, capture_output=True, timeout=120)
+    assert read.stderr
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full, os.fdopen(writer, "w") as gone:
+        for stream in (full, gone):
+            ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=stream, timeout=120)
+            assert (ended.returncode, ended.stdout) == (read.returncode, read.stdout), stream.name
+
+
+@pytest.mark.parametrize("module", ["typer", "vllm_moe_oracle.cli.main", "vllm_moe_oracle.cli.commands.explain"])
+def test_ctrl_c_while_the_tool_is_imported_ends_it_quietly(module: str) -> None:
+    """The interruption comes when a module is looked up, whatever the machine's speed."""
+    code = f"""
+        import os, signal, sys
+
+        class Interrupting:
+            def find_spec(self, name, path=None, target=None):
+                if name == {module!r}:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        sys.meta_path.insert(0, Interrupting())
+        sys.argv = ["vllm-moe-oracle", "--version"]
+        from vllm_moe_oracle.cli.__main__ import run
+        run()
+    """
+    ended = python("-c", textwrap.dedent(code))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_ctrl_c_is_status_130(run: Run, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vllm_moe_oracle.cli.commands.explain._find_layers", interrupted)
+    ended = run("explain", write())
+    assert (ended.status, ended.out, ended.err) == (130, "", "")
+
+
+def test_a_locale_without_the_signs_of_a_table_gets_their_codes() -> None:
+    """Predicted times have the sign of a deviation, which ASCII lacks."""
+    line = (*TOOL, "explain", CONFIGS / "kimi-k2-thinking.json", "--device", "nvidia-h200")
+    shown = python(*line, PYTHONIOENCODING="ascii:strict")
+    assert shown.returncode == 0 and "\\xb1" in shown.stdout and not shown.stderr
 
 
 def test_no_escape_code_reaches_the_terminal(

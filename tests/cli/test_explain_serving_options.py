@@ -83,8 +83,7 @@ def test_ranks_are_those_of_a_server(
         (("--all2all-backend", "naive"), "--all2all-backend naive changes nothing here"),
         (("--all2all-backend", "pplx", "--dp", 2, "--ep"), "was removed; vLLM takes allgather_reducescatter instead"),
         (("--ep",), "--ep changes nothing here: there is one rank (--tp and --dp are 1)"),
-        (("--ep", "--dp", 2, "--all2all-backend", "mori_low_latency"), "on AMD GPUs only: a server would not start"),
-        (("--all2all-backend", "moonep"), "only models in 16 bits with the all-to-all moonep: a server would not"),
+        (("--lora-target-modules", "q_proj"), "--lora-target-modules changes nothing here without --lora"),
         (
             ("--ep", "--dp", 2, "--all2all-backend", "deepep_v2"),
             "a server asks vLLM's HummingGroupedExperts whether it runs with deepep_v2; if not, the next accepted",
@@ -95,19 +94,59 @@ def test_ranks_are_those_of_a_server(
         ),
     ],
 )
-def test_options_without_effect_and_refusals_of_vllm_are_notes(
-    options: tuple[Any, ...], note: str, run: Run, write: Write
-) -> None:
+def test_options_without_effect_are_notes(options: tuple[Any, ...], note: str, run: Run, write: Write) -> None:
     assert note in run("explain", write(), *H200, *options).text
     noted = run("explain", write(), *H200, *options, "--json")
     assert any(note in each for each in noted.json["notes"]) and note in noted.err
 
 
-def test_data_parallel_ranks_of_a_cpu_are_noted_as_what_vllm_cannot_serve(run: Run, write: Write) -> None:
-    note = "vLLM cannot exchange tokens between data-parallel ranks on a CPU: a server would not start"
-    for options, noted in ((("--dp", 2), True), (("--dp", 2, "--ep"), True), (("--tp", 2, "--ep"), False)):
-        found = run("explain", write(), "--device", "cpu", *options, "--json")
-        assert (note in found.json["notes"]) == noted, options
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        (
+            ("--ep", "--dp", 2, "--all2all-backend", "mori_low_latency"),
+            "vLLM runs the all-to-all mori_low_latency on AMD",
+        ),
+        (("--all2all-backend", "moonep"), "vLLM serves only models in 16 bits with the all-to-all moonep"),
+        (("--device", "cpu", "--dp", 2), "vLLM cannot exchange tokens between data-parallel ranks on a CPU"),
+        (("--device", "cpu", "--dp", 2, "--ep"), "vLLM cannot exchange tokens between data-parallel ranks on a CPU"),
+        (
+            ("--device", "cpu", "--dp", 2, "--quantization", "mxfp8"),
+            "vLLM cannot exchange tokens between data-parallel",
+        ),
+    ],
+)
+def test_options_that_vllm_refuses_leave_no_backend(
+    options: tuple[Any, ...], rule: str, run: Run, write: Write
+) -> None:
+    """Nothing that would not run is shown as chosen."""
+    path = write(**({"quantization_config": None} if "mxfp8" in options else {}))
+    found = run("explain", path, *H200, *options, "--json")
+    (group,) = found.json["groups"]
+    assert found.status == 3 and group["decision"] is None and group["left_to_stock"] is None
+    assert rule in group["failure"] and not group["measure"]
+    assert any(rule in note and "a server would not start" in note for note in found.json["notes"])
+    shown = run("explain", path, *H200, *options)
+    assert shown.status == 3 and rule in shown.text and " chosen " not in shown.text
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        (("--device", "cpu", "--dp", 2), 3),  # experts in 16 bits exchange tokens, too
+        (("--device", "cpu", "--tp", 2, "--ep"), 0),
+        (("--all2all-backend", "moonep", "--ep", "--dp", 2), 0),
+        (("--all2all-backend", "mori_low_latency", "--ep", "--dp", 2), 3),
+        (("--all2all-backend", "mori_low_latency"), 0),
+    ],
+)
+def test_models_left_to_stock_are_refused_as_far_as_vllm_refuses_them(
+    options: tuple[Any, ...], status: int, run: Run, write: Write
+) -> None:
+    found = run("explain", write(quantization_config=None), *H200, *options, "--json")
+    assert (found.status, any("would not start" in each for each in found.json["notes"])) == (status, status == 3)
+    dense = run("explain", write(quantization_config=None, num_experts=None), *H200, *options, "--json")
+    assert (dense.status, any("would not start" in each for each in dense.json["notes"])) == (0, False)
 
 
 def test_a_machine_without_a_gpu_is_noted_unless_it_was_named(run: Run, write: Write) -> None:

@@ -111,3 +111,15 @@ def test_every_backend_is_named_whole_on_a_narrow_terminal(run: Run, monkeypatch
     monkeypatch.setenv("COLUMNS", "60")
     shown: Callable[[str], bool] = set(run("status", "--verbose").out.replace(":", " ").split()).__contains__
     assert all(map(shown, (each.name for each in default_registry())))
+
+
+@pytest.mark.parametrize(("columns", "least", "most"), [("0", 60, 80), ("1", 10, 20), ("99999999", 60, 1000)])
+def test_a_width_that_no_terminal_has_is_not_followed(
+    columns: str, least: int, most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    output.show(" ".join(["word"] * 500))
+    output.show_table(*TABLES[1])
+    lines = capsys.readouterr().out.splitlines()
+    assert least <= max(map(len, lines)) <= most
+    assert sum(line.count("word") for line in lines) == 500

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TOOL = ("-m", "vllm_moe_oracle.cli.main")
+TOOL = ("-m", "vllm_moe_oracle.cli")
 """The command line tool, as arguments of Python."""
 
 

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import faulthandler
 import gc
+import json
 import os
 import random
 import resource
@@ -174,6 +175,31 @@ def mutated(tree: Any, random: random.Random) -> Any:
         else:
             holder[key] = value(random)
     return tree
+
+
+def retyped(tree: Any, random: random.Random) -> Any:
+    """JSON in which one to three values have another type with the same content: a list for an object, a text for a
+    number, and so on."""
+    tree = copy.deepcopy(tree)
+    for _ in range(random.randint(1, 3)):
+        if places := list(_places(tree)):
+            holder, key = random.choice(places)
+            holder[key] = random.choice(_other_types(holder[key]))
+    return tree
+
+
+def _other_types(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        pairs = [[name, item] for name, item in value.items()]
+        return [pairs, list(value.values()), [value], json.dumps(value), {f"{name} ": item for name, item in pairs}]
+    if isinstance(value, list):
+        joined = ",".join(map(str, value))
+        return [dict.fromkeys(map(str, value), True), joined, [value], [[item] for item in value], len(value), None]
+    if isinstance(value, str):
+        return [[value], {"name": value}, value.upper(), f"{value}\0", f"\ufeff{value}", value.replace("_", "-"), None]
+    if isinstance(value, int | float):
+        return [str(value), float(value), [value] * 48, {"value": value}, -value, value * 10**30, bool(value), None]
+    return [[], {}, "", 0, "null"]
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:

@@ -367,9 +367,36 @@ def in_a_child(code: str, *arguments: object) -> str:
     prelude = f"import sys\nsys.path[:0] = {[str(Path(__file__).parents[2])]!r}\n"
     prelude += "from pathlib import Path\nfrom tests.measurements.test_store import *\n"
     command = [sys.executable, "-c", prelude + textwrap.dedent(code), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "sparse"])
+def test_a_journal_that_is_none_is_named_and_not_waited_for(store: Store, kind: str) -> None:
+    """SQLite opens what lies beside the file, and waits for the writer of a pipe, whatever signals come."""
+    code = """
+    store, kind, ending = Store(Path(sys.argv[1])), *sys.argv[2:]
+    beside = store.path.with_name(f"{FILE_NAME}{ending}")
+    {"pipe": os.mkfifo, "folder": os.mkdir, "sparse": Path.touch}[kind](beside)
+    if kind == "sparse":
+        os.truncate(beside, 2 << 30)
+    writes = (store.prepare, lambda: store.add(HERE, SHAPE, [sample(1)]))
+    for touch in (lambda: store.samples(SHAPE), store.summary, *writes):
+        try:
+            touch()
+        except MeasurementError as error:
+            assert f"{beside.name} beside it " in error.rule and error.remedy == "Move it away", error
+        else:
+            raise AssertionError("not refused")
+    # As a server does while it loads: a remark, and on.
+    found = lookup.find_measurements(problem(), H200, settings.load({"MOE_ORACLE_CACHE": str(store.path.parent)}))
+    assert found is not None and any(beside.name in remark for remark in found.remarks), found
+    beside.rmdir() if kind == "folder" else beside.unlink()
+    """
+    for ending in ("-journal", "-wal"):
+        in_a_child(code, store.path.parent, kind, ending)
+    assert store.samples(SHAPE) == []
 
 
 def test_a_full_disk_loses_nothing(store: Store) -> None:

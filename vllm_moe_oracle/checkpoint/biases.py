@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import CheckpointError
+from ..quantization.fields import short_repr
 from ..untrusted import boundary, parse_json
 
 MAX_HEADER_BYTES = 32 << 20
@@ -59,11 +60,13 @@ def _read_biases(file: BinaryIO, where: str) -> Iterator[tuple[bytes, int]]:
     if not 0 < size <= min(MAX_HEADER_BYTES, length - 8):
         raise ValueError(f"its header would have {size} bytes")
     tensors = parse_json(file.read(size), CheckpointError, where)
+    if not isinstance(tensors, dict):
+        raise ValueError(f"its header is {short_repr(tensors)}, not an object")
     total = 0
     for name, tensor in tensors.items():
         if name == "__metadata__" or not is_expert_bias(name):
             continue
-        first, last = tensor["data_offsets"]
+        first, last, width = _place_and_width(name, tensor)
         if not 0 <= first <= last <= length - 8 - size:
             raise ValueError(f"{name} would be bytes {first} to {last} of {length - 8 - size}")
         total += last - first
@@ -75,7 +78,17 @@ def _read_biases(file: BinaryIO, where: str) -> Iterator[tuple[bytes, int]]:
             data = file.read(piece)
             if len(data) != piece:
                 raise ValueError(f"it ends before {name} does")
-            yield data, _DTYPE_BYTES.get(tensor["dtype"], 1)
+            yield data, width
+
+
+def _place_and_width(name: str, tensor: object) -> tuple[int, int, int]:
+    """Where a tensor begins and ends among the bytes of a file, and the bytes per number, from its entry in the
+    header."""
+    fields = tensor if isinstance(tensor, dict) else {}
+    place, dtype = fields.get("data_offsets"), fields.get("dtype")
+    if not isinstance(place, list) or [type(each) for each in place] != [int, int] or not isinstance(dtype, str):
+        raise ValueError(f"{name} is {short_repr(tensor)}, without a dtype and two data_offsets")
+    return place[0], place[1], _DTYPE_BYTES.get(dtype, 1)
 
 
 def _any_nonzero(data: bytes, width: int) -> bool:

@@ -45,17 +45,19 @@ ACTIVATION_FIELDS = ("mlp_hidden_act", "hidden_act", "hidden_activation")
 # renormalize, and routers with one group of experts: these models' code decides it, no field does.
 _SIGMOID_MODELS = frozenset(
     {"nemotron_h", "nemotron_h_puzzle", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "mimo_v2", "mimo_v2_flash",
-     "lfm2_moe", "exaone_moe", "hy_v3", "laguna", "llama4", "llama4_text"}
+     "lfm2_moe", "exaone_moe", "hy_v3", "laguna", "llama4", "llama4_text", "dots1"}
 )  # fmt: skip
 _CORRECTION_BIAS_MODELS = frozenset(
     {"nemotron_h", "nemotron_h_puzzle", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "mimo_v2", "mimo_v2_flash",
-     "exaone_moe", "ernie4_5_moe", "afmoe", "step3p5", "longcat_flash", *ERNIE_VL_MODELS}
+     "exaone_moe", "ernie4_5_moe", "afmoe", "step3p5", "longcat_flash", "dots1", *ERNIE_VL_MODELS}
 )  # fmt: skip
 _RENORMALIZING_MODELS = frozenset(
     {"mixtral", "gpt_oss", "minimax_m2", "minimax_m3", "minimax_m3_text", "ernie4_5_moe", "laguna", "gemma4_text",
      *ERNIE_VL_MODELS}
 )  # fmt: skip
-_NON_RENORMALIZING_MODELS = frozenset({"jamba", "phimoe", "longcat_flash"})
+_NON_RENORMALIZING_MODELS = frozenset({"jamba", "olmoe", "phimoe", "longcat_flash"})
+# Models whose class of the config takes a missing norm_topk_prob for false.
+_RENORMALIZING_IF_SET = frozenset({"deepseek_v2", "dots1", "qwen2_moe", "qwen3_moe"})
 _SINGLE_GROUP_MODELS = frozenset({"lfm2_moe"})
 _SQRTSOFTPLUS_MODELS = frozenset({"deepseek_v4", "deepseek_v41"})
 _CUSTOM_ROUTING = {"llama4": "llama4", "llama4_text": "llama4", "gemma4_text": "custom"}
@@ -254,7 +256,7 @@ def _routing(config: CheckpointFiles, index: int) -> Routing:
     scoring = "sigmoid" if kind in _SIGMOID_MODELS else word.lower()
     renormalized = next(
         (model[name] for name in _RENORMALIZE_FIELDS if model.get(name) is not None),
-        True,
+        kind not in _RENORMALIZING_IF_SET,
     )
     never = kind in _NON_RENORMALIZING_MODELS or kind.startswith("llama4")
     renormalize = (kind in _RENORMALIZING_MODELS or renormalized is not False) and not never

@@ -7,7 +7,7 @@ from typing import get_args
 
 from ..core.problem import Placement, Problem
 from ..errors import NoBackendError, SettingError
-from ..releases.all2all import rounded_hidden_size
+from ..releases.all2all import rounded_hidden_size, why_vllm_refuses
 from ..settings import Settings
 
 
@@ -55,17 +55,24 @@ def as_served(
     return with_activations(problem, settings)
 
 
-def check_all2all(problem: Problem, all2all: str) -> None:
-    """Refuses a layer whose hidden size vLLM rounds up for its all-to-all, as a server does.
+def check_exchange(problem: Problem, all2all: str, device_kind: str) -> None:
+    """Refuses a layer whose tokens vLLM cannot exchange between data-parallel ranks, as a server does.
 
     Args:
         problem: a layer that a backend here would run.
         all2all: from `releases.all2all.effective_all2all`.
+        device_kind: `Device.kind` of the ranks.
 
     Raises:
-        NoBackendError: the all-to-all does not carry the hidden size as it is.
+        NoBackendError: vLLM does not serve quantized models with the all-to-all on such a device, or the all-to-all
+            does not carry the hidden size as it is.
     """
-    if problem.parallel.ep == 1 or problem.parallel.dp == 1:
+    parallel = problem.parallel
+    exchanges = parallel.ep > 1 and parallel.dp > 1
+    if rule := why_vllm_refuses(all2all, device_kind, exchanges, parallel.dp):
+        remedy = "Use --tp instead of --dp" if device_kind == "cpu" else "Choose another --all2all-backend"
+        raise NoBackendError(rule, remedy, problem.layer)
+    if not exchanges:
         return
     size = rounded_hidden_size(all2all, problem.hidden_size, 4 if problem.dtype == "float32" else 2)
     if size != problem.hidden_size:

@@ -20,6 +20,7 @@ from ..devices.detect import installed_packages
 from ..errors import MeasurementError, did_you_mean, sanitize
 from ..measurements import model_shapes
 from ..settings import Settings, batch_invariant
+from .output import write_error_text
 
 
 def resolve_problems(
@@ -190,7 +191,7 @@ def progress_bar(as_json: bool) -> Iterator[Callable[[str, int, int], None]]:
         def line(words: str, done: int, total: int) -> None:
             if words != last[0]:
                 last[0] = words
-                print(f"[{done}/{total}] {sanitize(words)}", file=sys.stderr, flush=True)
+                write_error_text(f"[{done}/{total}] {sanitize(words)}\n")
 
         yield line
         return

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from ..checkpoint.layer_names import compact_layer_names
-from ..checkpoint.serving import check_all2all
+from ..checkpoint.serving import check_exchange
 from ..core.decision import Candidate, Decision
 from ..core.measurement_set import MeasurementSet
 from ..core.problem import Device, Problem, features_for_stock
@@ -86,7 +86,7 @@ def group_layers(
         try:
             decision = decide(problem, device, settings, moe_backend, measurements=evidence[problem.key()])
             judged = decision.candidates
-            check_all2all(problem, all2all)
+            check_exchange(problem, all2all, device.kind)
         except NoBackendError as error:
             judged, refused_exchange = error.candidates, decision is not None
             if decision is not None:

@@ -21,9 +21,9 @@ import typer
 from typer.core import TyperArgument, TyperCommand
 
 from .. import __version__
-from ..errors import OracleError, PrintableFilter, printable, sanitize
+from ..errors import OracleError, PrintableFilter, printable
 from ..oracle.watchdog import WATCHED_LOGGER
-from . import EXIT_INVALID_INPUT, commands, usage_hints
+from . import EXIT_INTERRUPTED, EXIT_INVALID_INPUT, commands, output, usage_hints
 
 logging.getLogger("vllm.moe_oracle").addFilter(PrintableFilter())
 
@@ -144,8 +144,7 @@ def _discard_output() -> None:
 
 def _fail(message: str) -> NoReturn:
     """Ends with one line and the status for unusable input."""
-    with contextlib.suppress(OSError):  # a full disk behind standard error, too
-        print(f"error: {sanitize(message)}", file=sys.stderr)
+    output.print_message("error", message)
     sys.exit(EXIT_INVALID_INPUT)
 
 
@@ -155,6 +154,9 @@ def main() -> None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:
         _fail("standard output is closed")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale may lack the signs of a table
+            stream.reconfigure(errors="backslashreplace")
     # An entry point may end the process or never return: its name must be on the screen before it is imported.
     watched = logging.getLogger(WATCHED_LOGGER)
     watched.setLevel(logging.INFO)
@@ -179,10 +181,10 @@ def main() -> None:
         if words := usage_hints.hint(error.format_message(), context.info_name if context else "", options):
             error.message = f"{error.message.rstrip('.')}. Hint: {words}"
         error.show(file=text)
-        print(printable(text.getvalue()), end="", file=sys.stderr)
+        output.write_error_text(printable(text.getvalue()))
         sys.exit(error.exit_code)
-    except typer.Abort:
-        sys.exit(1)
+    except (typer.Abort, KeyboardInterrupt):  # which one depends on the release of typer
+        sys.exit(EXIT_INTERRUPTED)
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:

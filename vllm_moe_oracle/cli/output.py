@@ -17,6 +17,7 @@ import msgspec
 from ..errors import printable, sanitize
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -30,9 +31,7 @@ GLUE = "\N{OPEN BOX}"
 def show(*parts: Any) -> None:
     """Prints texts, tables and paddings for people: no markup (names hold brackets), and no escape codes but rich's own
     on a terminal."""
-    from rich.console import Console
-
-    console = Console(markup=False, highlight=False, emoji=False)
+    console = _console()
     with console.capture() as capture:
         for part in parts:
             console.print(printable(part) if isinstance(part, str) else part)
@@ -53,14 +52,34 @@ def print_json(data: object) -> None:
 
 def print_message(kind: str, text: str) -> None:
     """One line to standard error: ``error: ...`` or ``note: ...``."""
-    print(f"{kind}: {sanitize(text)}", file=sys.stderr)
+    write_error_text(f"{kind}: {sanitize(text)}\n")
+
+
+def write_error_text(text: str) -> None:
+    """Writes to standard error. Where nobody can read it (a full disk, a pipe whose reader is gone), the text is lost:
+    the answer and the exit status are as they would be."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+_USUAL_COLUMNS = 80
+_LEAST_COLUMNS, _MOST_COLUMNS = 20, 1000
+
+
+def _console() -> Console:
+    """rich's console for people's text. Its width is that of the terminal or of the variable ``COLUMNS``, within limits
+    in which the text can be read and written; 0 stands for an unknown one, as other programs take it."""
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False, emoji=False)
+    console.width = min(max(console.width or _USUAL_COLUMNS, _LEAST_COLUMNS), _MOST_COLUMNS)
+    return console
 
 
 def width() -> int:
     """Columns of the output."""
-    from rich.console import Console
-
-    return Console().width
+    return _console().width
 
 
 def key_value_table(rows: Iterable[tuple[str, str]], indent: int = 2) -> Table:

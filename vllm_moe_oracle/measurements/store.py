@@ -64,6 +64,9 @@ _MAX_TOOL_VM_STEPS = 50 * _MAX_VM_STEPS
 """Most SQLite instructions of one query of the command line tool, which reads all layers."""
 _MAX_FILE_BYTES = 1 << 30
 """Size of the largest file that is opened."""
+_BESIDE = ("-journal", "-wal", "-shm")
+"""What follows a database's name in the names of the files that SQLite opens with it. A pipe among them would block the
+process for good: SQLite waits for the pipe's writer, and starts again after a signal."""
 
 
 def _say_nothing(words: str) -> None:
@@ -181,18 +184,24 @@ class Store:
         Raises:
             MeasurementError: it is not a regular file, or too large to be a store.
         """
+        return self._is_small_file(self.path)
+
+    def _is_small_file(self, path: Path) -> bool:
+        """Whether a file exists; see `exists`."""
         try:
-            status = self.path.stat()
+            status = path.stat()
         except FileNotFoundError:
             return False
         except NotADirectoryError as error:
             raise self._error("its parent is not a directory", "Give a directory as the setting cache") from error
         except (OSError, ValueError) as error:
             raise self._error(f"cannot be opened: {getattr(error, 'strerror', None) or error}") from error
+        which = "" if path == self.path else f"{path.name} beside it "
         if not stat.S_ISREG(status.st_mode):
-            raise self._error("is not a regular file", "Move it away")
+            raise self._error(f"{which}is not a regular file", "Move it away")
         if status.st_size > _MAX_FILE_BYTES:
-            raise self._error(f"has {status.st_size} bytes, more than the limit of {_MAX_FILE_BYTES}", "Move it away")
+            rule = f"{which}has {status.st_size} bytes, more than the limit of {_MAX_FILE_BYTES}"
+            raise self._error(rule, "Move it away")
         return True
 
     # --- Writing ----------------------------------------------------------------------------------------------------
@@ -387,7 +396,10 @@ class Store:
 
     @contextlib.contextmanager
     def _connect(self, mode: str, seconds: float, path: Path | None = None) -> Iterator[sqlite3.Connection]:
-        name = f"file:{quote(str(path or self.path))}?mode={mode}"
+        path = path or self.path
+        for ending in _BESIDE:
+            self._is_small_file(path.with_name(f"{path.name}{ending}"))
+        name = f"file:{quote(str(path))}?mode={mode}"
         connection = sqlite3.connect(name, uri=True, timeout=seconds, isolation_level=None)
         try:
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 24)

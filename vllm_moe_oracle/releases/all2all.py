@@ -126,8 +126,8 @@ def delivers_wide_ids(name: str) -> bool:
     return name in _EXCHANGES and _EXCHANGES[name].wide_ids
 
 
-def why_vllm_refuses(name: str, device_kind: str, exchanges_tokens: bool, dp: int = 1) -> str:
-    """Why a server with a quantized model and an all-to-all would not start; "" if it would.
+def why_vllm_refuses(name: str, device_kind: str, exchanges_tokens: bool, dp: int = 1, quantized: bool = True) -> str:
+    """Why a server of a model with experts and an all-to-all would not start; "" if it would.
 
     Args:
         name: from `effective_all2all`.
@@ -135,11 +135,12 @@ def why_vllm_refuses(name: str, device_kind: str, exchanges_tokens: bool, dp: in
         exchanges_tokens: whether the all-to-all runs.
         dp: data-parallel ranks. They exchange tokens without an all-to-all, too, by collectives for different numbers
             of tokens (`all_gatherv`, `reduce_scatterv`), which vLLM's communicator for CPUs lacks.
+        quantized: whether vLLM has a quantization method for the model.
     """
     exchange = _EXCHANGES[name]
     if device_kind == "cpu" and dp > 1:
         return "vLLM cannot exchange tokens between data-parallel ranks on a CPU"
-    if exchange.unquantized:
+    if exchange.unquantized and quantized:
         return f"vLLM serves only models in 16 bits with the all-to-all {name}"
     if exchange.rocm and exchanges_tokens and device_kind != "rocm":
         return f"vLLM runs the all-to-all {name} on AMD GPUs only"

@@ -237,7 +237,7 @@ def _measure_all(
                 measured.append(turn)  # one by one: what is there is kept when the next one fails
     except ServingError as error:
         for line in printable(error.log).splitlines():
-            print(f"  | {line}", file=sys.stderr)
+            output.write_error_text(f"  | {line}\n")
         output.print_message("error", str(error))
         return measured, EXIT_INCOMPLETE
     except _WrongServer as error:

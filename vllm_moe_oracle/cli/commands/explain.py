@@ -140,7 +140,8 @@ def command(
       0  every group of layers has a backend or is left to stock vLLM; or the whole
          model is left to stock vLLM, since it has no experts or is in a format
          that is not served
-      3  a group has no backend and a server would not start; the table is printed
+      3  a server would not start: a group has no backend, vLLM refuses the
+         options, or the setting strict refuses a profile; the table is printed
          nevertheless
       2  the input cannot be used; one line on standard error says what and where
     """
@@ -169,7 +170,8 @@ def command(
             output.print_message("note", words)
         assumed = bool(vllm) or catalog.find_spec(device) is not None
         explanation.print_groups(groups, notes, machine, ranks, brief, verbose, assumed)
-    if any(group.decision is None and not group.left_to_stock for group in groups):
+    refused = server.refusal(layers) or server.refused_profile
+    if refused or any(group.decision is None and not group.left_to_stock for group in groups):
         raise typer.Exit(EXIT_NO_BACKEND)
 
 
@@ -198,6 +200,21 @@ class _Server:
     lora_target_modules: list[str] | None
     eplb: bool
     round_robin: bool
+
+    def refusal(self, layers: MoeLayers) -> str:
+        """Why vLLM would not start with the model and the options of parallelism; "" if it would. No experts exchange
+        no tokens."""
+        if not (layers.problems or layers.mtp_problems or layers.unquantized or layers.unsupported_formats):
+            return ""
+        ranks = self.ranks
+        return why_vllm_refuses(
+            ranks.all2all, self.device.kind, ranks.exchanges_tokens, ranks.dp, quantized=bool(layers.method)
+        )
+
+    @property
+    def refused_profile(self) -> str:
+        """Why the plugin would not start with the profile of the settings; "" if it would, or goes on without it."""
+        return profile_error(self.settings) if self.settings.strict and self.settings.enabled else ""
 
     def serve(self, problem: Problem) -> Problem:
         """A layer of the checkpoint as this server sees it."""
@@ -258,11 +275,16 @@ def _notes(server: _Server, layers: MoeLayers, groups: list[LayerGroup], all2all
     if server.moe_backend != AUTO and layers.unquantized:
         rule = "is for quantized experts; vLLM chooses the kernel of unquantized ones"
         yield f"--moe-backend {server.moe_backend} {rule}"
+    if server.lora_target_modules and not server.lora:
+        yield "--lora-target-modules changes nothing here without --lora, as in vLLM without --enable-lora"
     yield from _activation_notes(layers, server.settings)
-    yield from _parallelism_notes(server.ranks, all2all_backend, groups, server.device)
+    if refusal := server.refusal(layers):
+        yield f"{refusal}: a server would not start"
+    else:
+        yield from _parallelism_notes(server.ranks, all2all_backend, groups)
     served = [server.serve(each) for each in (*layers.problems, *layers.mtp_problems)]
     yield from _placement_notes(served, server.round_robin)
-    yield from _server_notes(server.settings, layers.method, groups, server.device)
+    yield from _server_notes(server, layers.method, groups)
 
 
 def _check_options(path: str, ranks: Ranks, eplb: bool, strategy: str) -> bool:
@@ -321,20 +343,16 @@ def _placement_notes(problems: Sequence[Problem], round_robin: bool) -> Iterator
         yield f"the experts of {compact_layer_names(problem.layer for problem in kept)} stay in linear order: {rule}"
 
 
-def _parallelism_notes(ranks: Ranks, all2all_backend: str, groups: list[LayerGroup], device: Device) -> Iterator[str]:
+def _parallelism_notes(ranks: Ranks, all2all_backend: str, groups: list[LayerGroup]) -> Iterator[str]:
     """Says which options of parallelism change nothing, and what an all-to-all changes.
 
     Args:
         ranks: the options.
         all2all_backend: the word of the command line; "" without one.
         groups: the layers.
-        device: the machine.
     """
     if ranks.ep and not ranks.spreads_experts:
         yield "--ep changes nothing here: there is one rank (--tp and --dp are 1)"
-    if refusal := why_vllm_refuses(ranks.all2all, device.kind, ranks.exchanges_tokens, ranks.dp):
-        yield f"{refusal}: a server would not start"
-        return
     if all2all_backend and not ranks.exchanges_tokens:
         rule = "vLLM uses it only with expert parallelism over data-parallel ranks: --ep with --dp of 2 or more"
         yield f"--all2all-backend {all2all_backend} changes nothing here: {rule}"
@@ -372,14 +390,15 @@ def _check_overrides_match(settings: Settings, layers: MoeLayers) -> None:
         raise unmatched_override_error(override, found, settings.source("overrides"), compact_layer_names(found))
 
 
-def _server_notes(settings: Settings, method: str, groups: list[LayerGroup], device: Device) -> Iterator[str]:
+def _server_notes(server: _Server, method: str, groups: list[LayerGroup]) -> Iterator[str]:
     """Why a server would not do what this answer says, where that is known."""
+    settings, device = server.settings, server.device
     yield from _group_notes(groups)
     yield from _memory_notes(groups, device)
     for name, reason in default_registry().load_errors.items():
         yield f"the backend of the entry point {name} could not be loaded: {reason}"
     if unused := profile_error(settings):
-        yield f"{unused}{'; a strict server would not start' if settings.strict else ''}"
+        yield f"{unused}{'; a strict server would not start' if server.refused_profile else ''}"
     if (
         settings.measure_at_start
         and device.kind == "cuda"
