@@ -188,12 +188,8 @@ def choose_fastest(
     counts = sorted(set.intersection(*(set(curve.measured) for curve in found.curves.values())))
     time_saved = saving if winner == fastest else 0.0
     outcome = _outcome(found, objective, measurements, base, winner, time_saved, counts, min_time_saving)
-    contenders = [
-        FilledTimes(name, tuple(sorted(measurements.filled[name].get("uniform", {}).items())), error)
-        for name, error in filled.items()
-        if name == base or scores[name] - _CONTENDER_ERRORS * error <= scores[winner]
-    ]
-    outcome = dataclasses.replace(outcome, filled=tuple(contenders), ratio_error=errors.get(fastest, 0.0))
+    contenders = _contenders(measurements, filled, scores, base, winner)
+    outcome = dataclasses.replace(outcome, filled=contenders, ratio_error=errors.get(fastest, 0.0))
     explanation = _explain(winner, static, fastest, saving, needed, outcome)
     # Two backends share a layer for a few percent at some numbers of tokens, which predictions do not resolve.
     can_share = _never if outcome.is_predicted else can_share
@@ -201,6 +197,18 @@ def choose_fastest(
     if token_ranges:
         explanation = f"{explanation}; by number of tokens: {', '.join(map(str, token_ranges))}"
     return MeasuredChoice(winner, explanation, outcome, token_ranges)
+
+
+def _contenders(
+    measurements: MeasurementSet, filled: Mapping[str, float], scores: Mapping[str, float], base: str, winner: str
+) -> tuple[FilledTimes, ...]:
+    """The candidates with times that were filled in on which the choice may depend: the base, and those that may be
+    faster than the winner."""
+    return tuple(
+        FilledTimes(name, tuple(sorted(measurements.filled[name].get("uniform", {}).items())), error)
+        for name, error in filled.items()
+        if name == base or scores[name] - _CONTENDER_ERRORS * error <= scores[winner]
+    )
 
 
 def required_saving(min_time_saving: float, ratio_error: float) -> float:
