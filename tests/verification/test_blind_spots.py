@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -125,6 +126,29 @@ def test_a_setting_is_put_back_when_a_kernel_raises() -> None:
     with pytest.raises(RuntimeError, match="no"), process_state.kept():
         raises()
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("common", ["highest", "high"])
+def test_precisions_that_a_kernel_sets_by_either_interface_stay_readable(common: str) -> None:
+    """torch raises where the common precision is read after one library's was set by the other interface."""
+    libraries = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    own = [each.fp32_precision for each in libraries]
+    changes: tuple[Callable[[], object], ...] = (
+        lambda: torch.set_float32_matmul_precision("medium"),
+        lambda: setattr(libraries[0], "fp32_precision", "tf32" if common == "highest" else "ieee"),
+    )
+    try:
+        torch.set_float32_matmul_precision(common)
+        for change in changes:
+            with process_state.kept() as changed:
+                change()
+            assert changed == ["precision of float32 products"]
+            assert torch.get_float32_matmul_precision() == common
+            assert torch.backends.cuda.matmul.allow_tf32 == (common == "high")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for library, precision in zip(libraries, own, strict=True):
+            library.fp32_precision = precision
 
 
 @pytest.mark.parametrize("wrong", [100, 101])

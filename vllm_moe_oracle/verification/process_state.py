@@ -31,12 +31,20 @@ def _default_device() -> torch.device | None:
     return None if context is None else context.device
 
 
-def _float32_precisions() -> list[str]:
-    return [library.fp32_precision for library in _LIBRARIES]
+def _float32_precisions() -> tuple[str, list[str]]:
+    """The precision for all libraries, "" where torch raises since a library's own was set; and the libraries'."""
+    try:
+        common = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        common = ""
+    return common, [library.fp32_precision for library in _LIBRARIES]
 
 
-def _set_float32_precisions(precisions: list[str]) -> None:
-    for library, precision in zip(_LIBRARIES, precisions, strict=True):
+def _set_float32_precisions(precisions: tuple[str, list[str]]) -> None:
+    common, own = precisions
+    if common:  # else torch would raise from now on where others read it
+        torch.set_float32_matmul_precision(common)
+    for library, precision in zip(_LIBRARIES, own, strict=True):
         library.fp32_precision = precision
 
 
