@@ -72,7 +72,7 @@ def test_explain_shows_them_as_groups_that_overrides_match(tmp_path: Path) -> No
     assert "1 layer: model.layers.61.mlp.experts, for multi-token prediction\n" in told.output
     groups = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["groups"]
     assert [(group["count"], group["is_mtp"], group["decision"]["backend"]) for group in groups] == [
-        (58, False, "humming_mxfp8"),
+        (58, False, "hopper_mxfp8"),
         (1, True, "marlin_mxfp8"),
     ]
 

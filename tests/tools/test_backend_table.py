@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -342,14 +341,6 @@ def test_what_is_ready_is_timed_beside_what_is_late(tmp_path: Path, monkeypatch:
     assert ["ready"] in kept, kept
     assert found["slow"]["failure"].startswith("ended, being late")
     assert found["ready"]["self_check"]["alone"] is True
-
-
-def test_every_test_for_a_gpu_is_marked_as_one() -> None:
-    """``-m gpu`` runs no other: a file that forgets it is never run, and nothing says so."""
-    files = sorted((Path(__file__).parents[1] / "gpu").glob("test_*.py"))
-    assert files
-    marked = re.compile(r"^pytestmark = \[?pytest\.mark\.gpu\b", re.MULTILINE)
-    assert [each.name for each in files if not marked.search(each.read_text())] == []
 
 
 def test_the_exit_of_a_process_without_a_result_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
