@@ -57,6 +57,31 @@ def test_stated_errors_cover_the_layers_that_were_fitted(rows: list[fit_latency.
         assert torch.stack(means).square().mean().sqrt() <= backend.error, name
 
 
+def test_stated_errors_of_ratios_cover_the_layers_that_were_fitted(rows: list[fit_latency.Row]) -> None:
+    found = latency_model.shipped()
+    ratios: dict[str, dict[tuple[object, str, int], float]] = {}
+    for name, backend in found.backends.items():
+        own = [row for row in rows if row.backend == name]
+        values = fit_latency.Design(own).log_ratio(parameters(backend)).tolist()
+        ratios[name] = {(row.shape, row.gpu, row.tokens): each for row, each in zip(own, values, strict=True)}
+    assert len(found.ratio_errors) > len(found.backends)
+    for one, other, error in found.ratio_errors:
+        layers: dict[tuple[object, str], list[float]] = {}
+        for cell in ratios[one].keys() & ratios[other].keys():
+            layers.setdefault(cell[:2], []).append(ratios[one][cell] - ratios[other][cell])
+        means = torch.tensor([sum(each) / len(each) for each in layers.values()])
+        assert means.square().mean().sqrt() <= error, (one, other)
+
+
+def test_expert_parallelism_adds_its_microseconds_once() -> None:
+    backend = latency_model.shipped().backends["hopper_mxfp8"]
+    shape = kernel_shape_of(PLAIN)
+    spread = msgspec.structs.replace(shape, expert_parallel=True)
+    for tokens in (1, 64, 4096):
+        times = [latency_model.predict_us(backend, each, tokens, False) for each in (shape, spread)]
+        assert times[1] - times[0] == pytest.approx(backend.expert_parallel_us, rel=1e-6)
+
+
 @pytest.mark.parametrize("height", latency_model.TILE_ROWS)
 @pytest.mark.parametrize(
     ("draws", "chance"), [(1, 0.01), (3, 0.25), (1, 1.0), (70, 1.0), (64, 0.9), (900, 0.07), (4096, 0.03125)]

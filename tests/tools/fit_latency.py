@@ -244,7 +244,10 @@ def ratio_errors(fitted: dict[str, Fitted]) -> tuple[tuple[str, str, float], ...
         if len(families) >= MIN_FAMILIES:
             errors = [
                 _mean_error(
-                    {count: first[layer][count] - second[layer][count] for count in first[layer] & second[layer].keys()}
+                    {
+                        count: first[layer][count] - second[layer][count]
+                        for count in first[layer].keys() & second[layer].keys()
+                    }
                     for layer in first.keys() & second.keys()
                 )
                 for first, second in ((here.unseen, there.unseen), (here.seen, there.seen))

@@ -12,8 +12,9 @@ The time of a call is a sum over both products, each a smooth maximum of two tim
 Parameters are fitted per backend (``python -m tests.tools.fit_latency``) to measured times of GPUs of one capability.
 They are those of the first; on another one bandwidths scale with its memory's and rates with its bfloat16 peak. Each
 backend's error is the root mean square, over layers of model families that the fit did not see, of the mean logarithm
-of predicted over measured time. Two backends' times are often wrong together, by the experts that a call happens to
-reach for one, so the error of their ratio is of the ratio. Nothing here imports torch or vLLM.
+of predicted over measured time. Predictions of two backends are often wrong together, for example where a timed call
+reached more experts than expected. The error of the ratio of their times is therefore fitted, too, and is smaller than
+that of independent errors. Nothing here imports torch or vLLM.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class LatencyModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         conditions: the command that fitted, and what it read.
         sizes: smallest and largest fitted value of each size of a `KernelShape`.
         backends: parameters by backend.
-        ratio_errors: as `BackendLatency.error`, of the ratio of two backends' times.
+        ratio_errors: two backends and the error of the ratio of their times, as `BackendLatency.error`.
     """
 
     environment: Environment

@@ -123,8 +123,17 @@ def _usable_here(
 
 
 def release_errors(names: Iterable[str], there: Environment, here: Environment) -> tuple[dict[str, float], list[str]]:
-    """Errors of the times of backends whose kernels are other code here than where they were measured, and what
-    changed."""
+    """Which backends' kernels are other code here than where they were measured.
+
+    Args:
+        names: registered backends.
+        there: where their times were measured.
+        here: where the times are to be used.
+
+    Returns:
+        Standard deviations of the logarithms of the times by backend, without those whose kernels are the same; and
+        what changed, in words.
+    """
     registry = default_registry()
     errors: dict[str, float] = {}
     remarks: list[str] = []

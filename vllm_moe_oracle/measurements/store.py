@@ -184,10 +184,10 @@ class Store:
         Raises:
             MeasurementError: it is not a regular file, or too large to be a store.
         """
-        return self._is_small_file(self.path)
+        return self._is_regular_file(self.path)
 
-    def _is_small_file(self, path: Path) -> bool:
-        """Whether a file exists; see `exists`."""
+    def _is_regular_file(self, path: Path) -> bool:
+        """Whether the store, or a file beside it, exists; raises as `exists` does."""
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -398,7 +398,7 @@ class Store:
     def _connect(self, mode: str, seconds: float, path: Path | None = None) -> Iterator[sqlite3.Connection]:
         path = path or self.path
         for ending in _BESIDE:
-            self._is_small_file(path.with_name(f"{path.name}{ending}"))
+            self._is_regular_file(path.with_name(f"{path.name}{ending}"))
         name = f"file:{quote(str(path))}?mode={mode}"
         connection = sqlite3.connect(name, uri=True, timeout=seconds, isolation_level=None)
         try:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 _SEED = 0x6D6F656F7261636C
-"""A seed that nobody else sets."""
-
+"""A seed that no other code sets."""
 
 _SUBNORMAL = 5e-324
 """The smallest positive number of Python."""
