@@ -171,7 +171,12 @@ def candidates(
         ups = straight(scheme, weights.hidden) + NARROW
         downs = straight(scheme, weights.intermediate) + NARROW
         return ups, downs + merged(scheme, weights.intermediate, top_k)
-    rows = rows_per_expert(shape, tokens)
+    load = heuristic.expected_load(weights.experts, weights.num_experts, top_k, tokens)
+    rows = load.rows
+    if heuristic.prefers_small_tiles(weights, load):
+        ups = [*TWO_PARTS, *WIDE]
+        shared = [replace(tile, split_k=parts) for tile in ups for parts in (2, 4, 8) if not tile.bm_rest]
+        return ups, ups + shared
     if rows <= 24:
         found = list(FOUR_BIT if scheme.startswith(("int4", "mxfp4")) else EIGHT_BIT)
         wider = MIDDLE if rows > 6 else []
@@ -382,7 +387,8 @@ def pairs(current: LaunchConfig, ups: list[TileConfig], downs: list[TileConfig])
             found.append(replace(current, down=tile, fuse_sum=False))
     for tile in ups + downs:
         if not current.per_slot and tile.bm != current.gate_up.bm:
-            found.append(replace(current, gate_up=replace(tile, n_tiles=1), down=tile, fuse_sum=False))
+            up = replace(tile, n_tiles=1, split_k=1)
+            found.append(replace(current, gate_up=up, down=tile, fuse_sum=False))
     return list(dict.fromkeys(found))
 
 
@@ -402,7 +408,8 @@ class Timer:
                  others: list[PrefillConfig], draws: int) -> None:  # fmt: skip
         self.weights, self.scheme, self.shape, self.tokens, self.replays = weights, scheme, shape, tokens, replays
         self.others = others
-        self.draws = draws if tokens <= 64 else 1
+        # Of a few experts, how many have more rows than a tile is decided by the draw.
+        self.draws = draws if tokens <= 64 or weights.experts <= 4 else 1
         self.times: dict[LaunchConfig | PrefillConfig, float] = {}
 
     def best(self, found: Iterable[LaunchConfig | PrefillConfig]) -> LaunchConfig | PrefillConfig:
@@ -474,7 +481,7 @@ def main() -> None:
     parser.add_argument("--json", required=True)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="0: compiled before, or as needed")
     parser.add_argument("--replays", type=int, default=11)
-    parser.add_argument("--draws", type=int, default=3, help="of experts, up to 64 tokens")
+    parser.add_argument("--draws", type=int, default=3, help="of experts, up to 64 tokens or of four experts")
     parser.add_argument(
         "--prefill", type=int, default=1 << 30, help="from so many tokens on, and where it is in use, beside prefill.py"
     )

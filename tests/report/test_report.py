@@ -447,7 +447,7 @@ def test_nothing_in_a_file_becomes_part_of_the_page(tmp_path: Path) -> None:
 
 def test_each_plot_stands_by_itself_in_both_themes(run: Run, tmp_path: Path) -> None:
     result = run("report", bench_file(tmp_path / "b.jsonl"), "-o", tmp_path / "r.html", "--svg", tmp_path / "svg")
-    assert result.status == 0 and "written: " in " ".join(result.out.split())
+    assert result.status == 0 and "written: " in result.text
     files = sorted(each.name for each in (tmp_path / "svg").iterdir())
     assert files == ["speed-up.svg", "times-01.svg", "times-02.svg"]
     for each in (tmp_path / "svg").iterdir():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -105,25 +106,28 @@ print(sorted(found)[len(found) // 2])
 """
 
 
+def run_python(*words: str) -> str:
+    """Standard output of a fresh process, which reads and writes byte code as an installed package does."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True, env=environment)
+    return done.stdout
+
+
 def measured(code: str, runs: int = RUNS) -> float:
-    """Median over fresh processes of the number that `code` prints last."""
-    found = []
-    for _ in range(runs):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        found.append(float(done.stdout.strip().splitlines()[-1]))
-    return statistics.median(found)
+    """Median over fresh processes of the number that `code` prints last, after a first one that compiles modules."""
+    found = [float(run_python("-c", code).strip().splitlines()[-1]) for _ in range(runs + 1)]
+    return statistics.median(found[1:])
 
 
 def explain_ms() -> float:
-    """Median wall time of the whole command, process start included."""
+    """Median wall time of the whole command, process start included, after a first one that compiles modules."""
+    words = ["explain", str(ROOT / "examples/qwen3-30b-a3b-mxfp8.json"), "--device", "nvidia-h200"]
     found = []
-    for _ in range(RUNS):
+    for _ in range(RUNS + 1):
         start = time.perf_counter()
-        words = ["explain", str(ROOT / "examples/qwen3-30b-a3b-mxfp8.json"), "--device", "nvidia-h200"]
-        code = "from vllm_moe_oracle.cli.main import main; main()"
-        subprocess.run([sys.executable, "-c", code, *words], capture_output=True, check=True)
+        run_python("-c", "from vllm_moe_oracle.cli.main import main; main()", *words)
         found.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(found)
+    return statistics.median(found[1:])
 
 
 def cpu_name() -> str:

@@ -74,7 +74,7 @@ def test_a_damaged_expert_is_named_by_its_number_in_the_layer(ernie: Path, tmp_p
 
     missing = run("verify", rewrite_tensors(ernie, tmp_path / "missing", remove))
     assert missing.status == 2
-    assert "vision_experts, expert 2, model.layers.0.mlp.experts.8.down_proj.weight" in " ".join(missing.err.split())
+    assert "vision_experts, expert 2, model.layers.0.mlp.experts.8.down_proj.weight" in missing.messages
 
 
 def test_vllms_loader_takes_the_same_tensors(ernie: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +204,6 @@ def test_experts_under_unknown_names_are_shown(tmp_path: Path, run: cli.Run) -> 
 
     plain = write_checkpoint(tmp_path / "plain", size=Size(layers=1, experts=4, top_k=2))
     found = run("verify", rewrite_tensors(plain, tmp_path / "model", rename))
-    said = " ".join(found.err.split())
+    said = found.messages
     assert found.status == 2 and "none of the names that its first expert may have" in said
     assert "The files have model.layers.0.moe.0.down_proj.weight" in said.replace("'", "")

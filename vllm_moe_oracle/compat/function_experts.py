@@ -171,9 +171,17 @@ class FunctionExperts(mk.FusedMoEExpertsModular):
         workspace = output.new_empty(0) if workspace2 is None else workspace2
         self._run(_as_rows(output), _as_rows(hidden_states), *routed, workspace)
 
-    def _run(self, *arguments: Any) -> None:
-        """Calls the function, with arguments as for `WorkspaceForward`; through its operator where torch.compile
-        traces."""
+    def _run(
+        self,
+        out: Tensor,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        workspace: Tensor,
+    ) -> None:
+        """Calls the function, as `WorkspaceForward` says; through its operator where torch.compile traces."""
+        arguments = out, x, topk_weights, topk_ids, expert_map, workspace
         if torch.compiler.is_compiling():
             torch.ops.vllm_moe_oracle.run_experts(*arguments, self.runner.handle)
         else:
