@@ -67,7 +67,7 @@ def checkpoint(folder: Path, layout: str) -> Path:
     if not (path / "tokenizer_config.json").exists():
         if layout == "gpt-oss":
             model = smollm2.gpt_oss(LAYERS)
-            model.config["experts_per_token"] = 4
+            model.config["num_experts_per_tok"] = 4
         else:
             model = smollm2.mixture(LAYERS, experts=4, gate="routed")
         smollm2.write(path, LAYOUTS[layout], model)
