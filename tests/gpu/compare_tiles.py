@@ -105,6 +105,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=240, help="stop timing after this long")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--draws", type=int, default=3, help="of experts, up to 64 tokens or of four experts")
     args = parser.parse_args()
     if args.dump:
         args.dump.write_text(json.dumps(choices(args.measured)))
@@ -141,7 +142,7 @@ def main() -> int:
             if time.monotonic() - start > args.seconds:
                 break
             configs = [decode(each[cell][count]) for each in (before, after)]
-            timer = tune_kernels.Timer(weights, scheme, shape, int(count), 11, [], 3)
+            timer = tune_kernels.Timer(weights, scheme, shape, int(count), 11, [], args.draws)
             timer.best(configs)
             if len(timer.times) == 2:
                 rows.append({

@@ -161,8 +161,8 @@ def _shared_columns(weights: PackedWeights, load: Load, tile: TileConfig) -> Til
     """The second GEMM's tile, its columns shared among up to eight programs while these leave SMs without work.
 
     One or two experts of 14336 columns are 32 to 128 programs. Each shares at least 1024 columns, and all together are
-    at most three tiles of 128 rows for each SM, half as many in steps of 256 columns. 181 calls of one to four experts
-    with 4864 to 32768 columns are 1.38 times as fast as without, 0.98 to 2.12 (`tests/golden/h100/tile-rule-3.json`).
+    at most three tiles of 128 rows for each SM, half as many in steps of 256 columns. 149 calls of one to four experts
+    with 4864 to 32768 columns are 1.40 times as fast as without, 0.98 to 2.12 (`tests/golden/h100/tile-rule-3.json`).
     """
     if weights.intermediate < LONG_K or load.slots < 1 or tile.bm_rest or tile.n_tiles > 1 or tile.no_k_loop:
         return tile
@@ -181,6 +181,27 @@ def prefers_small_tiles(weights: PackedWeights, load: Load) -> bool:
     tiles = load.active * -(-weights.hidden // 256) * max(1.0, load.rows / MAX_BLOCK_TOKENS + 0.5)
     few = tiles < _SMS / 2 and not _needs_two_mmas(weights)
     return few and load.rows > 28 and _shared_columns(weights, load, _TALL_TILE).split_k > 1
+
+
+def _few_experts_config(weights: PackedWeights, load: Load) -> LaunchConfig:
+    """The heuristic's tiles where `prefers_small_tiles`: more than 28 rows for each of one to four experts.
+
+    MX weights take steps of 128 columns in the first GEMM, with eight warps, which halves the programs that one SM
+    holds; MXFP8 only as long as few experts need two tiles. Beside tiles of 64 rows in the second GEMM, which share
+    columns, those of 80 rows have no second tile for an expert that exceeds 64 rows, if they have programs enough.
+    33 calls are 1.07 times as fast as with tiles of 64 rows in steps of 64 columns, 0.99 to 1.23
+    (`tests/golden/h100/tile-rule-4.json`).
+    """
+    programs = load.active * -(-weights.hidden // 128)
+    if code_bits(weights.format) == 4 and 58 < load.rows <= 72 and programs >= 90:
+        down = TileConfig(80, 128, 128, num_warps=8, num_stages=3)
+        return LaunchConfig(TileConfig(80, 128, 64, num_stages=3) if weights.format == "int4" else down, down)
+    up = _TALL_TILE
+    if weights.format == "mxfp4" or (weights.format == "mxfp8" and load.rows <= 58):
+        waves = load.active * -(-weights.w13.rows // 128) / (2 * _SMS)
+        if not 1.0 < waves < 1.4:
+            up = TileConfig(64, 128, 128, num_warps=8, num_stages=3)
+    return LaunchConfig(up, _shared_columns(weights, load, _TALL_TILE))
 
 
 def heuristic_config(weights: PackedWeights, top_k: int, tokens: int) -> LaunchConfig:
@@ -212,7 +233,7 @@ def heuristic_config(weights: PackedWeights, top_k: int, tokens: int) -> LaunchC
         down = _few_rows_tile(weights, load.active, weights.hidden, weights.intermediate, True)
         return LaunchConfig(up, _shared_columns(weights, load, down))
     if prefers_small_tiles(weights, load):
-        return LaunchConfig(_TALL_TILE, _shared_columns(weights, load, _TALL_TILE))
+        return _few_experts_config(weights, load)
     if load.rows > 90:
         tile = TileConfig(256 if load.rows > 160 else 128, 128, 64, num_warps=8, num_stages=3)
         if weights.format == "int4" and load.rows <= 128:
