@@ -62,9 +62,7 @@ def swizzle_hopper_scales(scales: Tensor, warps: int = 8) -> Tensor:
         uint8 `[N/32, 32 G]`, with N and G padded.
     """
     block = _WARP_ROWS * warps
-    padded = pad_rows(
-        pad_columns(scales, _round_up(scales.shape[1], _SCALE_GROUPS)), _round_up(scales.shape[0], block)
-    )
+    padded = pad_rows(pad_columns(scales, _round_up(scales.shape[1], _SCALE_GROUPS)), _round_up(scales.shape[0], block))
     rows, groups = padded.shape
     split = padded.view(rows // block, 2, warps, 2, 8, groups // 2, 2)
     return split.permute(0, 2, 5, 1, 4, 6, 3).reshape(rows // 32, groups * 32)

@@ -27,7 +27,7 @@ STOCK_DEFAULT = f"{STOCK_PREFIX}auto"
 """Name of stock vLLM's default layer."""
 
 PEER_PREFIX = "peer:"
-"""Prefix of the name of another project's kernel, which the oracle never chooses; see `vllm_moe_oracle.measuring.peers`."""
+"""Prefix of the name of another project's kernel, which the oracle never chooses; see `measuring.peers`."""
 
 _REMEDY = "Make them with: vllm-moe-oracle bench --jsonl FILE"
 

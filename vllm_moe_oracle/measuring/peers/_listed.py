@@ -27,13 +27,14 @@ LISTED = (
     ListedPeer(
         "TurboMind",
         "lmdeploy 0.18.0",
-        "turbomind/linear.py offers grouped products (MXFP4, int4) alone. Routing, gpt-oss's activation with biases and "
-        "the sum over experts are inside its engine, so that a layer would be timed with somebody else's kernels",
+        "turbomind/linear.py offers grouped products (MXFP4, int4) alone. Routing, gpt-oss's activation with biases "
+        "and the sum over experts are inside its engine: a layer would need somebody else's kernels for them",
     ),
     ListedPeer(
         "TokenSpeed's Marlin",
         "tokenspeed-kernel 0.1.4",
-        "a copy of vLLM's kernel for MXFP4 without biases (thirdparty/cuda/marlin_moe.py): the backend marlin_mxfp4",
+        "the Marlin kernel that vLLM has, too (thirdparty/cuda/marlin_moe.py), for MXFP4 without biases: see the "
+        "backend marlin_mxfp4",
     ),
     ListedPeer(
         "SGLang",
@@ -44,13 +45,13 @@ LISTED = (
     ListedPeer(
         "QuACK",
         "quack-kernels 0.6.5",
-        "gemm_w4.py takes MXFP4, MXFP8 and int4 weights on sm_90, for dense products only: with ragged rows or gathered "
-        "inputs it refuses them (epilogue/frontend.py)",
+        "gemm_w4.py takes MXFP4, MXFP8 and int4 weights on sm_90 in dense products only: ragged rows and gathered "
+        "inputs are refused (epilogue/frontend.py)",
     ),
     ListedPeer(
         "SonicMoE",
-        "not on the registry",
-        "weights in 16 bits only",
+        "sonic-moe 0.1.2.post1",
+        "weights in 16 bits: its sources name no quantized format. It asks for torch up to 2.9.1",
     ),
 )
 """The table of the results' page and of a benchmark's conditions."""

@@ -115,7 +115,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if file is None:
             return None
         is_package = file.name == "__init__.py"
-        if is_package and not self._run_parents or not file.exists():
+        if (is_package and not self._run_parents) or not file.exists():
             spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
             spec.submodule_search_locations = [str(file.parent)]
             return spec
@@ -139,29 +139,31 @@ class _Loader(importlib.machinery.SourceFileLoader):
         path = self.get_filename(fullname)
         return self.source_to_code(self.get_data(path), path)
 
-    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> types.CodeType:
+    def source_to_code(  # type: ignore[override]  # typeshed has a static method of the base's base
+        self, data: Any, path: Any, *, _optimize: int = -1
+    ) -> types.CodeType:
         """Compiles a source after its imports were renamed. Line numbers stay: Triton reads kernels from the file."""
         tree = ast.parse(data, path)
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                for each in node.names:
-                    self._rename(each, path)
+                node.names = [new for each in node.names for new in self._rename(each)]
             elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 node.module = self._renamed(node.module)
-        code: types.CodeType = compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
+        code: types.CodeType = compile(
+            ast.fix_missing_locations(tree), path, "exec", dont_inherit=True, optimize=_optimize
+        )
         return code
 
     def _renamed(self, name: str) -> str:
         inside = name == self._package or name.startswith(f"{self._package}.")
         return self._alias + name[len(self._package) :] if inside else name
 
-    def _rename(self, name: ast.alias, path: Any) -> None:
+    def _rename(self, name: ast.alias) -> list[ast.alias]:
+        """What to import instead: ``import package.module`` imports the module, and binds the package's name."""
         new = self._renamed(name.name)
-        if new == name.name:
-            return
-        if name.asname is None and "." in name.name:
-            raise ImportError(f"import {name.name} in {path} binds the package's own name")
-        name.asname, name.name = name.asname or name.name, new
+        if new == name.name or name.asname is not None:
+            return [ast.alias(new, name.asname)]
+        return [ast.alias(new)] * ("." in name.name) + [ast.alias(self._alias, self._package)]
 
 
 def _file_of(folder: Path, module_name: str) -> Path | None:

@@ -1,7 +1,7 @@
 """TokenSpeed's Triton kernel for MXFP4 weights with activations in bfloat16 (``tokenspeed-kernel`` 0.1.4).
 
-It is the package's portable kernel, and on Hopper the one that takes biases and gpt-oss's activation; for the others the
-package prefers its copy of Marlin, vLLM's kernel. It runs on a Triton of its own, ``tokenspeed-triton``.
+It is the package's portable kernel, and on Hopper the one that takes biases and gpt-oss's activation. For other layers
+the package prefers Marlin, which vLLM has, too. It runs on a Triton of its own, ``tokenspeed-triton``.
 
 Weights stay as in the checkpoint. Modules are imported without the ``__init__`` of their packages, which import kernels
 of other releases of torch, FlashInfer and CUTLASS. The function allocates its output; a copy of it into the layer's is
@@ -53,6 +53,7 @@ class TokenspeedMxfp4(PeerBackend):
         hidden_multiple=64,
         intermediate_multiple=MX_BLOCK,
     )
+
     def load(self) -> None:
         """Imports the kernel, and the Triton that compiles it."""
         if self._folder is not None and _TRITON not in sys.modules:

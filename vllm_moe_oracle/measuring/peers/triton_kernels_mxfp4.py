@@ -104,7 +104,9 @@ class TritonKernelsMxfp4(PeerBackend):
             if name == "w13":
                 parts = {part: interleave_gate_up(each) for part, each in parts.items()}
             codes = parts[""]
-            rows, columns = (-(-size // block) * block for size, block in zip(codes.shape, (_ROWS, _BYTES), strict=True))
+            rows, columns = (
+                -(-size // block) * block for size, block in zip(codes.shape, (_ROWS, _BYTES), strict=True)
+            )
             converted[name] = swizzle_hopper_codes(pad_rows(pad_columns(codes, columns), rows))
             converted[f"{name}_scale"] = swizzle_hopper_scales(parts["_scale"], self.warps)
             if "_bias" in parts:
