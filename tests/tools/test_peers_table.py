@@ -6,13 +6,14 @@ import json
 from typing import Any
 
 from tests.tools import peers_table
+from vllm_moe_oracle.releases.supported import NEWEST
 
 PEERS = {
     "timed": {"peer:triton_kernels": "triton_kernels, sources 0123"},
     "skipped": {"peer:tokenspeed": "is not installed"},
     "listed": [{"name": "QuACK", "package": "quack-kernels 0.6.5", "reason": "dense products only"}],
 }
-PACKAGES = {"vllm": "0.33.0", "torch": "2.14.0", "triton": "3.8.0"}
+PACKAGES = {"vllm": NEWEST, "torch": "2.14.0", "triton": "3.8.0"}
 HEAD = {"conditions": {"gpu": "NVIDIA H200", "packages": PACKAGES, "command": "bench --peers", "peers": PEERS}}
 
 
