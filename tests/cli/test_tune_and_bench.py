@@ -321,6 +321,35 @@ def test_bench_shows_what_it_has_before_it_ends(
     assert result.status == 2 and result.err == "error: a process died\n" and result.out == ""
 
 
+@pytest.mark.parametrize("asked", ["--peers", "--peers-folder", ""])
+def test_bench_says_once_which_kernels_of_others_are_skipped(
+    run: Run, asked: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from vllm_moe_oracle.measuring import benchmarks
+
+    conditions = benchmarks.conditions
+    pretend_bench(monkeypatch, 1)
+    monkeypatch.setattr(benchmarks, "conditions", conditions)
+    words = [asked, tmp_path] if asked == "--peers-folder" else [asked] if asked else []
+    result = run("bench", GPT_OSS, *words, "--jsonl", tmp_path / "b.jsonl")
+    assert result.status == 0, result.err
+    head = json.loads((tmp_path / "b.jsonl").read_text().splitlines()[0])["conditions"]
+    if not asked:
+        assert "peers" not in head and "peer:" not in result.err
+        return
+    reason = head["peers"]["skipped"]["peer:tokenspeed"]
+    assert result.err.count(f"note: peer:tokenspeed is skipped: {reason}") == 1
+    assert head["peers"]["timed"] == {} and "QuACK" in {each["name"] for each in head["peers"]["listed"]}
+    assert ("is not installed" if asked == "--peers" else f"is not in {tmp_path}") in reason
+    assert "--peers" in run("bench", "--help").out
+
+
+def test_bench_refuses_a_folder_of_peers_that_there_is_not(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_bench(monkeypatch, 1)
+    result = run("bench", GPT_OSS, "--peers-folder", "/absent")
+    assert result.status == 2 and "/absent: is not a folder" in result.err
+
+
 def test_tune_refuses_an_invalid_profile(run: Run, tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text("{}")
     result = run("tune", GPT_OSS, "--profile", tmp_path / "p.json")

@@ -36,6 +36,7 @@ def test_every_code_and_scale_comes_back(rows: int, blocks: int, seed: int) -> N
     assert packed.dtype == ordered.dtype == torch.uint8 and packed.is_contiguous() and ordered.is_contiguous()
     assert torch.equal(unswizzle_hopper_codes(packed, rows, 32 * blocks), codes)
     assert torch.equal(unswizzle_hopper_scales(ordered, rows, blocks), scales)
+    assert torch.equal(unswizzle_hopper_scales(swizzle_hopper_scales(scales, 4), rows, blocks, 4), scales)
 
 
 def test_every_byte_of_a_code_comes_back() -> None:
@@ -65,9 +66,11 @@ def test_the_librarys_own_layouts_agree(release: str, rows: int, columns: int) -
     expected = swizzle.swizzle_data(codes.transpose(-2, -1)).mT
     assert torch.equal(swizzle_hopper_codes(codes[0]), expected[0])
     padded = torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
-    swizzle = library(release, "hopper_scale", "HopperMXScaleLayout")((1, padded.shape[-1], rows), mx_axis=1)
-    expected = swizzle.swizzle_data(padded.transpose(-2, -1)).mT
-    assert torch.equal(swizzle_hopper_scales(scales[0]), expected[0])
+    for warps in (4, 8):
+        shape = (1, padded.shape[-1], rows)
+        swizzle = library(release, "hopper_scale", "HopperMXScaleLayout")(shape, mx_axis=1, num_warps=warps)
+        expected = swizzle.swizzle_data(padded.transpose(-2, -1)).mT
+        assert torch.equal(swizzle_hopper_scales(scales[0], warps), expected[0])
 
 
 @every_release

@@ -11,7 +11,7 @@ Codes: row ``16 a + 8 w + 2 t + s`` and byte ``32 b + 8 q + 4 v + u`` of a row (
 bits `triton_kernels_bits` permutes.
 
 Scales: row ``256 a + 128 b + 16 w + 8 c + d`` and group ``2 e + f`` go to row ``8 a + w`` and position ``e, b, d, f,
-c``.
+c``. For four warps the numbers 256, 128 and 8 are half as large.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .padding import pad_columns, pad_rows
 from .triton_kernels_bits import gather_bits, spread_bits
 
 _ROWS, _BYTES = 16, 32
-_SCALE_ROWS, _SCALE_GROUPS = 256, 4
+_WARP_ROWS, _SCALE_GROUPS = 32, 4
 
 
 def swizzle_hopper_codes(codes: Tensor) -> Tensor:
@@ -48,29 +48,29 @@ def unswizzle_hopper_codes(packed: Tensor, rows: int, columns: int) -> Tensor:
     return four.permute(0, 7, 1, 3, 2, 5, 6, 4).reshape(blocks * 16, padded * 32)[:rows, : columns // 2]
 
 
-def swizzle_hopper_scales(scales: Tensor) -> Tensor:
-    """Orders e8m0 scales, zero-padded to whole blocks of 256 rows x 4 groups.
+def swizzle_hopper_scales(scales: Tensor, warps: int = 8) -> Tensor:
+    """Orders e8m0 scales, zero-padded to whole blocks of 32 rows a warp (256 for eight) x 4 groups.
 
     The order itself needs pairs of groups only. Kernels read four groups at a time, and padding keeps them from reading
     another row.
 
     Args:
         scales: uint8 `[N, G]`.
+        warps: warps of the kernel: a power of two.
 
     Returns:
         uint8 `[N/32, 32 G]`, with N and G padded.
     """
-    padded = pad_rows(
-        pad_columns(scales, _round_up(scales.shape[1], _SCALE_GROUPS)), _round_up(scales.shape[0], _SCALE_ROWS)
-    )
+    block = _WARP_ROWS * warps
+    padded = pad_rows(pad_columns(scales, _round_up(scales.shape[1], _SCALE_GROUPS)), _round_up(scales.shape[0], block))
     rows, groups = padded.shape
-    split = padded.view(rows // 256, 2, 8, 2, 8, groups // 2, 2)
+    split = padded.view(rows // block, 2, warps, 2, 8, groups // 2, 2)
     return split.permute(0, 2, 5, 1, 4, 6, 3).reshape(rows // 32, groups * 32)
 
 
-def unswizzle_hopper_scales(ordered: Tensor, rows: int, groups: int) -> Tensor:
+def unswizzle_hopper_scales(ordered: Tensor, rows: int, groups: int, warps: int = 8) -> Tensor:
     """Inverse of `swizzle_hopper_scales`: uint8 `[rows, groups]`."""
-    split = ordered.reshape(ordered.shape[0] // 8, 8, ordered.shape[1] // 64, 2, 8, 2, 2)
+    split = ordered.reshape(ordered.shape[0] // warps, warps, ordered.shape[1] // 64, 2, 8, 2, 2)
     return split.permute(0, 3, 1, 6, 4, 2, 5).reshape(ordered.shape[0] * 32, -1)[:rows, :groups]
 
 

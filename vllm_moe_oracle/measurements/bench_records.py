@@ -26,6 +26,9 @@ STOCK_PREFIX = "stock:"
 STOCK_DEFAULT = f"{STOCK_PREFIX}auto"
 """Name of stock vLLM's default layer."""
 
+PEER_PREFIX = "peer:"
+"""Prefix of the name of another project's kernel, which the oracle never chooses; see `measuring.peers`."""
+
 _REMEDY = "Make them with: vllm-moe-oracle bench --jsonl FILE"
 
 
@@ -52,7 +55,7 @@ class BenchRecord(msgspec.Struct, frozen=True, kw_only=True):
         layer: fields of the layer, see `model_shapes.to_json`.
         kernel_shape: the layer's kernel shape.
         tokens: rows of the input.
-        us: medians by backend; stock layers are among them.
+        us: medians by backend; stock layers and peers are among them.
         quartiles: first and third quartiles by backend.
         replays: numbers of timed replays by backend.
         activations: precision to which each backend quantizes activations, without stock layers.
@@ -88,7 +91,7 @@ class BenchRecord(msgspec.Struct, frozen=True, kw_only=True):
         return str(self.layer.get("name", "a layer"))
 
     def samples(self, routing: str) -> Iterator[Sample]:
-        """The record as samples, without stock layers and without failures for lack of memory.
+        """The record as samples, without stock layers, peers, and failures for lack of memory.
 
         Args:
             routing: the routing of the benchmark's conditions.
@@ -98,6 +101,8 @@ class BenchRecord(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.ValidationError: a number or the routing has the wrong type.
         """
         for name, precision in self.activations.items():
+            if name.startswith(PEER_PREFIX):
+                continue
             fields: dict[str, Any] = {"backend": name, "activations": precision, "tokens": self.tokens}
             fields["routing"] = routing
             if name in self.us:

@@ -1,4 +1,5 @@
-"""What `bench` does: times every accepted backend of some layers beside stock vLLM's own layer, in one run.
+"""What `bench` does: times every accepted backend of some layers beside stock vLLM's own layer, in one run, and with
+``--peers`` beside kernels of other projects.
 
 Records are returned, not stored: they are for comparison, and no choice depends on them unless ``tune --import`` stores
 them.
@@ -10,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..core.decision import Decision
@@ -17,14 +19,14 @@ from ..core.measurement_set import MeasurementSet
 from ..core.problem import Device, Problem
 from ..errors import MeasurementError, NoBackendError
 from ..measurements import lookup, model_shapes
-from ..measurements.bench_records import STOCK_PREFIX, BenchChoice, BenchRecord
+from ..measurements.bench_records import PEER_PREFIX, STOCK_PREFIX, BenchChoice, BenchRecord
 from ..measurements.environment import Environment
 from ..measurements.kernel_shape import RoutingKind, kernel_shape_of
 from ..measurements.roofline import roofline_us
-from ..oracle.registry import default_registry
+from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import decide
 from ..settings import Settings
-from . import engine, timing, worker_pool
+from . import engine, peers, timing, worker_pool
 from .precompile import COMPILE_BUDGET_SHARE, ProgressCallback, offset_progress, precompile
 from .stock_layers import add_stock_layers
 from .tuning import accepted_backends, check_same_gpu
@@ -45,6 +47,8 @@ class BenchOptions:
         budget: seconds after which no further layer is started; None for no limit.
         gpus: GPUs to measure on, as `devices.detect.select_gpus` names them; empty for this process's own.
         tiles: tile configurations timed beside what serving would use. The fastest is the backend's time.
+        peers: whether kernels of other projects are timed, too; see `measuring.peers`.
+        peers_folder: where their packages lie; None for the environment's.
     """
 
     counts: tuple[int, ...]
@@ -57,10 +61,30 @@ class BenchOptions:
     budget: float | None = None
     gpus: tuple[str, ...] = ()
     tiles: int = 0
+    peers: bool = False
+    peers_folder: Path | None = None
 
 
-def conditions(device: Device, options: BenchOptions, command: str) -> dict[str, Any]:
-    """The first line of the records: environment, method, and the command that repeats the benchmark."""
+def find_peers(device: Device, options: BenchOptions) -> peers.FoundPeers:
+    """The peers of this machine; none where the options do not ask for them.
+
+    Raises:
+        MeasurementError: their folder does not exist.
+    """
+    return peers.discover(device, options.peers_folder) if options.peers else peers.FoundPeers()
+
+
+def conditions(
+    device: Device, options: BenchOptions, command: str, found: peers.FoundPeers | None = None
+) -> dict[str, Any]:
+    """The first line of the records: environment, method, and the command that repeats the benchmark.
+
+    Args:
+        device: this machine.
+        options: what is measured.
+        command: the command.
+        found: the peers of this machine, if the options ask for them: timed ones with versions, others with reasons.
+    """
     here = Environment.of(device)
     return {
         "command": command,
@@ -76,6 +100,7 @@ def conditions(device: Device, options: BenchOptions, command: str) -> dict[str,
             f"quartiles in microseconds of up to {options.replays} replays; {engine.CHECKED_TOKENS} tokens of each "
             "call compared with a float32 reference"
         ),
+        **({} if found is None else {"peers": found.to_json()}),
     }
 
 
@@ -117,12 +142,13 @@ def bench(
         yield from _bench_on_gpus(tasks, progress)
         return
     steps, total = len(options.counts), len(problems) * len(options.counts)
+    others = find_peers(device, options).registry
     with engine.open_context(device, max(options.counts)) as context:
         for number, (problem, names) in enumerate(zip(problems, chosen, strict=True)):
             if options.budget is not None and time.monotonic() - begin > options.budget:
                 return
             steps_done = offset_progress(progress, number * steps, total)
-            yield from _bench_layer(context, problem, names, device, settings, options, steps_done)
+            yield from _bench_layer(context, problem, names, others, device, settings, options, steps_done)
     progress("done", total, total)
 
 
@@ -130,15 +156,17 @@ def _bench_layer(
     context: engine.BenchContext,
     problem: Problem,
     names: Sequence[str],
+    others: Registry,
     device: Device,
     settings: Settings,
     options: BenchOptions,
     progress: Callable[[str, int], None],
 ) -> Iterator[BenchRecord]:
-    """The records of one layer, in ascending order of tokens."""
+    """The records of one layer, in ascending order of tokens. Of `others`, those that can run the layer are timed."""
     progress(f"{problem.layer}: converting", 0)
     registry = default_registry()
-    layers = context.bench(problem, [registry[name] for name in names])
+    able = [each for each in others.for_scheme(problem.scheme.name) if not each.check(problem, device).reasons]
+    layers = context.bench(problem, [*(registry[name] for name in names), *able])
     stock = add_stock_layers(layers, device, options.stock, max(options.counts))
     measurements = lookup.find_measurements(problem, device, settings)
     decision = _try_decide(problem, device, settings, measurements)
@@ -248,7 +276,7 @@ def _make_record(
 def _choice(decision: Decision, count: int, us: Mapping[str, float], stock: Mapping[str, str]) -> BenchChoice:
     """The decision's backend at a number of tokens, compared with the others' times."""
     name = decision.backend_for(count)
-    ours = {each: time for each, time in us.items() if each not in stock}
+    ours = {each: time for each, time in us.items() if each not in stock and not each.startswith(PEER_PREFIX)}
     if name not in ours:
         return BenchChoice(name, decision.why)
     return BenchChoice(

@@ -25,7 +25,7 @@ from ..decision_records import last_of_each_load
 from ..devices.catalog import find_spec, is_same_gpu, known_device
 from ..errors import MeasurementError, NoBackendError, sanitize
 from ..measurements import latency_model, lookup, model_shapes, profile, roofline
-from ..measurements.bench_records import STOCK_DEFAULT, STOCK_PREFIX, BenchRecord
+from ..measurements.bench_records import PEER_PREFIX, STOCK_DEFAULT, STOCK_PREFIX, BenchRecord
 from ..measurements.environment import Environment
 from ..measurements.kernel_shape import KernelShape, Sample, is_displayable, is_possible_time, kernel_shape_of
 from ..oracle.selection import decide, equivalent_backends
@@ -126,7 +126,8 @@ class LayerPanel:
         return None if own is None or floor is None else floor / own
 
     def _best_other(self, count: int) -> float | None:
-        against = self.compared_with or tuple(name for name in self.times if not name.startswith(STOCK_PREFIX))
+        not_chosen = (STOCK_PREFIX, PEER_PREFIX)
+        against = self.compared_with or tuple(name for name in self.times if not name.startswith(not_chosen))
         others = [name for name in against if name != self.chosen.get(count) and count in self.times.get(name, {})]
         return min((self.times[name][count].us for name in others), default=None)
 

@@ -89,6 +89,13 @@ def command(
     routing: Annotated[str, name_option("uniform or skewed.", lambda: ["uniform", "skewed"], "KIND")] = "uniform",
     stock: _Stock = "auto",
     backend: Annotated[str, names_option("Only these backends.", completion.backends)] = "",
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Time kernels of other projects, too, which the oracle never chooses.")
+    ] = False,
+    peers_folder: Annotated[
+        Path | None,
+        file_option("Where their packages lie, instead of the environment; implies --peers.", metavar="FOLDER"),
+    ] = None,
     replays: Replays = 30,
     jobs: CompileJobs = 0,
     gpus: Gpus = "",
@@ -108,14 +115,15 @@ def command(
       vllm-moe-oracle bench mxfp8:qwen3-30b-a3b --tokens 1,256 --stock auto,marlin
       vllm-moe-oracle bench ~/models/Mixtral-8x7B --quantization mxfp8 --dp 4 --ep
       vllm-moe-oracle bench --scheme mxfp8,int4_g128 --shape minimax-m2@tp4
+      vllm-moe-oracle bench mxfp4:gpt-oss-20b --peers-folder ~/peers
 
     \b
     Exit status:
       0  everything was timed
       2  the input or this machine cannot be used; one line on standard error says
          what
-      4  a backend or a stock layer could not be timed, or failed its check; the
-         records say why
+      4  a backend, a stock layer or a kernel of another project could not be timed,
+         or failed its check; the records say why
     """
     chosen = command_settings(assignments)
     set_batch_invariant(batch_invariant)
@@ -124,7 +132,12 @@ def command(
     if plot is not None:
         _check_plot_path(plot)
     device = layer_arguments.require_gpu()
-    options = dataclasses.replace(options, gpus=layer_arguments.parse_gpus(gpus))
+    options = dataclasses.replace(
+        options,
+        gpus=layer_arguments.parse_gpus(gpus),
+        peers=peers or peers_folder is not None,
+        peers_folder=None if peers_folder is None else peers_folder.expanduser().resolve(),
+    )
     records, failure = _measure([*problems.values()], device, chosen, options, jsonl, as_json)
     if not as_json:
         _print(records, device.name)
@@ -147,12 +160,16 @@ def _measure(
         The records, and what ended the run early; "" where nothing did.
 
     Raises:
-        MeasurementError: it ended before the first record, or a line cannot be written.
+        MeasurementError: it ended before the first record, a line cannot be written, or the folder of peers is missing.
     """
     from ...measuring import benchmarks
 
     line = "vllm-moe-oracle " + shlex.join(sys.argv[1:])
-    head = {"conditions": benchmarks.conditions(device, options, line)}
+    found = benchmarks.find_peers(device, options) if options.peers else None
+    if found is not None:
+        for name, reason in found.skipped.items():
+            output.print_message("note", f"{name} is skipped: {reason}")
+    head = {"conditions": benchmarks.conditions(device, options, line, found)}
     _write_record(msgspec.json.encode(head), jsonl, as_json, write_whole)
     records: list[BenchRecord] = []
     try:

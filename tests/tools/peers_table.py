@@ -1,0 +1,114 @@
+"""The table of other projects' kernels in vllm_moe_oracle/kernels/RESULTS.md, from ``bench --peers --jsonl``.
+
+The file is tests/golden/h200/peers-vllm-VERSION.jsonl as `bench` wrote it. Without it the page has only the list of
+kernels that are not timed. `python -m tests.tools.generate --write` puts both into the page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.lib import golden_files
+from tests.lib.readme_sections import paragraph
+from tests.tools.kernel_tables import OURS
+from vllm_moe_oracle.measurements.bench_records import STOCK_PREFIX
+from vllm_moe_oracle.measuring.peers import LISTED
+
+NAMES = {f"{STOCK_PREFIX}auto": "stock"}
+"""What the table calls a layer that is no backend."""
+
+
+def path() -> Path | None:
+    """The newest committed benchmark with peers; None without one."""
+    found = list((golden_files.FOLDER / "h200").glob("peers-vllm-*"))
+    return golden_files.newest("peers") if found else None
+
+
+def read(lines: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The conditions and the records of a benchmark."""
+    head, *records = (json.loads(line) for line in lines if line.strip())
+    return head["conditions"], records
+
+
+def compared(record: dict[str, Any]) -> tuple[float, str, float] | None:
+    """Our time, the fastest other kernel and its time; None where one is missing.
+
+    Ours is this project's kernel with activations in 16 bits. Others are peers, backends and stock's layers that do not
+    quantize activations either, as far as a record says so.
+    """
+    us, precision = record["us"], record.get("activations", {})
+    ours = min((time for name, time in us.items() if name in OURS), default=None)
+    others = {
+        name: time
+        for name, time in us.items()
+        if not name.startswith("hopper_") and name != "emulation" and precision.get(name, "16bit") == "16bit"
+    }
+    if ours is None or not others:
+        return None
+    best = min(others, key=lambda name: others[name])
+    return ours, NAMES.get(best, best), others[best]
+
+
+def times(records: Sequence[dict[str, Any]]) -> str:
+    """By layer and number of tokens: our time, the best other and its time over ours; and every loss by name."""
+    cells = {
+        (record["layer"]["name"], record["tokens"]): found
+        for record in records
+        if (found := compared(record)) is not None
+    }
+    counts = sorted({tokens for _, tokens in cells})
+    lines = ["| layer | " + " | ".join(map(str, counts)) + " |", "|---" * (len(counts) + 1) + "|"]
+    for layer in dict.fromkeys(name for name, _ in cells):
+        parts = []
+        for count in counts:
+            found = cells.get((layer, count))
+            parts.append("" if found is None else f"{found[0]:.1f}, {found[1]}, {found[2] / found[0]:.2f}")
+        lines.append(f"| {layer} | {' | '.join(parts)} |")
+    lost = [
+        f"{layer} at {tokens}: {name} {time / ours:.2f}"
+        for (layer, tokens), (ours, name, time) in cells.items()
+        if time < ours
+    ]
+    said = f"Ours is first in {len(cells) - len(lost)} of {len(cells)} cells"
+    return "\n".join([*lines, "", paragraph(said + (f"; not first: {'; '.join(lost)}." if lost else "."))])
+
+
+def failures(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Kernels of other projects that have no time for a layer, each with its first reason."""
+    found: dict[tuple[str, str], str] = {}
+    for record in records:
+        for name, reason in record.get("failures", {}).items():
+            if name.startswith("peer:"):
+                found.setdefault((record["layer"]["name"], name), reason)
+    return [f"{layer}, {name}: {reason}" for (layer, name), reason in found.items()]
+
+
+def peers(found: dict[str, Any]) -> str:
+    """The kernels of other projects, with the release that was timed, or why it was not."""
+    rows = [(name, f"timed: {version}") for name, version in found.get("timed", {}).items()]
+    rows += [(name, f"skipped: {reason}") for name, reason in found.get("skipped", {}).items()]
+    rows += [(f"{each['name']} ({each['package']})", each["reason"]) for each in found["listed"]]
+    return "\n".join(
+        ["| kernel | timed, or why not |", "|---|---|", *(f"| {name} | {words} |" for name, words in rows)]
+    )
+
+
+def part(lines: Sequence[str] | None) -> str:
+    """What the page holds for a benchmark's lines; for None, the list of what is not timed."""
+    if lines is None:
+        return peers({"listed": [{"name": e.name, "package": e.package, "reason": e.reason} for e in LISTED]})
+    conditions, records = read(lines)
+    packages = conditions["packages"]
+    where = f"{conditions['gpu']}, vLLM {packages['vllm']}, torch {packages['torch']}, Triton {packages['triton']}"
+    said = [paragraph(f"Without a time: {'; '.join(found)}.")] if (found := failures(records)) else []
+    command = paragraph(f"{where}. Repeat with `{conditions['command']}`.")
+    return "\n\n".join([times(records), *said, peers(conditions["peers"]), command])
+
+
+def table() -> str:
+    """The part of the page."""
+    file = path()
+    return part(None if file is None else file.read_text(encoding="utf-8").splitlines())
