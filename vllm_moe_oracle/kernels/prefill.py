@@ -27,7 +27,9 @@ from .dequantize import (
     decode_group_values,
     decode_mx_scales,
     e2m1_bf16_imul,
+    e2m1_fp16_imul,
     e4m3_bf16_imul,
+    e4m3_fp16_imul,
     fma_bf16x2,
     scale_and_add_zero,
     scaled_midpoints,
@@ -206,9 +208,15 @@ def dequantize_step(memory, stage, k, WARPGROUP: gl.constexpr, FORMAT: gl.conste
     REBASED: gl.constexpr = not MX and GROUP > 0 and not HAS_ZERO and not FP16
     packed = w_smem.index(stage).slice(2 * WARPGROUP, 2).load(codes_layout(KC)).reshape(2, KC, 4, 512)
     if FORMAT == "mxfp8":
-        w = to_fragments_8bit(e4m3_bf16_imul(packed, memory[9]), 2, KC)
+        if FP16:
+            w = to_fragments_8bit(e4m3_fp16_imul(packed, memory[9]), 2, KC)
+        else:
+            w = to_fragments_8bit(e4m3_bf16_imul(packed, memory[9]), 2, KC)
     elif FORMAT == "mxfp4":
-        a, b = e2m1_bf16_imul(packed, memory[9])
+        if FP16:
+            a, b = e2m1_fp16_imul(packed, memory[9])
+        else:
+            a, b = e2m1_bf16_imul(packed, memory[9])
         w = to_fragments_4bit(a, b, 2, KC)
     else:
         w = decode_codes(packed, FORMAT, FP16, HAS_ZERO, REBASED, 2, KC)
@@ -217,7 +225,7 @@ def dequantize_step(memory, stage, k, WARPGROUP: gl.constexpr, FORMAT: gl.conste
         words = s_smem.index(stage).slice(2 * WARPGROUP, 2).load(scales_layout(COUNT, WORDS))
         if MX:
             N_SCALES: gl.constexpr = 2
-            scale = decode_mx_scales(words >> (k % 128 // 4), 2, 1, 2)
+            scale = decode_mx_scales(words >> (k % 128 // 4), FP16, 2, 1, 2)
         else:
             N_SCALES: gl.constexpr = COUNT
             scale = decode_group_values(words, FP16, 2, COUNT)
