@@ -166,7 +166,8 @@ def multiplied(weights: PackedWeights, matrix: PackedMatrix, promote: bool, by_p
         scales = matrix.scales[0].view(torch.uint8).numpy().reshape(codes.shape[0], -1, 4, 8, 2, 4)
         scales = scales.transpose(0, 2, 4, 3, 1, 5).reshape(decoded.shape[0], -1)[:, : columns // 32]
         exponents = scales.astype(np.uint32)
-        powers = kind.values((exponents & 31) << 10 if half else exponents << 7)
+        assert not half or exponents.max() <= 30
+        powers = kind.values(exponents << (10 if half else 7))
         values = kind.rounded(decoded * powers.repeat(32, 1))
         assert not half or np.abs(values).max() <= np.finfo(np.float16).max
         return values * matrix.row_scale[0].double().numpy()[:, None]

@@ -467,15 +467,13 @@ def e8m0_words_bf16(words):
 
 @triton.jit
 def e8m0_words_fp16(words):
-    """int32 words of four e8m0 bytes to four float16 powers of two `2**(byte - 239)`, for bytes of 225 to 254 and 0,
-    which gives 0."""
+    """int32 words of four bytes up to 30 to four float16 powers of two `2**(byte - 15)` (a byte of 0 gives 0)."""
     return tl.inline_asm_elementwise(
         """
         {
         .reg .b32 a, b;
-        and.b32 b, $4, 0x1f1f1f1f;
-        prmt.b32 a, b, 0, 0x5140;
-        prmt.b32 b, b, 0, 0x7362;
+        prmt.b32 a, $4, 0, 0x5140;
+        prmt.b32 b, $4, 0, 0x7362;
         shl.b32 a, a, 10;
         shl.b32 b, b, 10;
         mov.b32 {$0, $1}, a;

@@ -23,7 +23,7 @@ FORMATS = ("int4", "int8", "mxfp4", "mxfp8")
 
 # The power of two by which decoded MX products exceed the weight over its row's largest scale: wgmma_fragments.py
 # stores the largest scale as 254, that is 2**127, and dequantize.py gives e2m1 times 2**-126 and e4m3 times 2**-120.
-# For float16 254 is 2**15, e2m1 times 2**-14 and e4m3 times 2**-8.
+# For float16 the largest scale is 2**15, e2m1 is times 2**-14 and e4m3 times 2**-8.
 _MX_EXPONENT_EXCESS = {"mxfp4": 1, "mxfp8": 7}
 
 
@@ -67,9 +67,9 @@ def _bits_option(format: str, dtype: torch.dtype) -> dict[str, bool]:
     return {"float16": True} if format.startswith("mx") and dtype == torch.float16 else {}
 
 
-def _least_scale(dtype: torch.dtype) -> int:
-    """The smallest stored MX scale that is not 0."""
-    return float16_scales.LEAST_BYTE if dtype == torch.float16 else 0
+def _top_scale(dtype: torch.dtype) -> int:
+    """What the largest MX scale of a row is stored as."""
+    return float16_scales.TOP if dtype == torch.float16 else 254
 
 
 def code_bits(format: str) -> int:
@@ -263,7 +263,7 @@ def pack_expert(weights: PackedWeights, which: str, expert: int, codes: torch.Te
     padding = (0, target.shape[0] * 64 - matrix.rows)
     if weights.format.startswith("mx"):
         assert matrix.scales is not None and matrix.row_scale is not None
-        words, largest = wgmma_fragments.shuffle_mx_scales(scales.view(torch.uint8), _least_scale(weights.dtype))
+        words, largest = wgmma_fragments.shuffle_mx_scales(scales.view(torch.uint8), _top_scale(weights.dtype))
         matrix.scales[expert].copy_(words)
         factor = torch.exp2(largest.double() - 127 - _MX_EXPONENT_EXCESS[weights.format])
         matrix.row_scale[expert].copy_(factor.masked_fill(largest == 255, float("nan")))
@@ -292,8 +292,8 @@ def unpack_expert(
         assert matrix.scales is not None and matrix.row_scale is not None
         exponent = torch.log2(matrix.row_scale[expert].double()) + 127 + _MX_EXPONENT_EXCESS[weights.format]
         largest = exponent.nan_to_num(255.0).round().to(torch.uint8)
-        least = _least_scale(weights.dtype)
-        scales = wgmma_fragments.unshuffle_mx_scales(matrix.scales[expert], largest, rows, columns, least)
+        top = _top_scale(weights.dtype)
+        scales = wgmma_fragments.unshuffle_mx_scales(matrix.scales[expert], largest, rows, columns, top)
     elif weights.group:
         assert matrix.scales is not None
         scales = wgmma_fragments.unshuffle_group_scales(matrix.scales[expert], rows, weights.dtype)

@@ -12,8 +12,8 @@ import torch
 
 MAX_SPREAD = {"mxfp4": 24, "mxfp8": 22}
 """Binades below a row's largest scale in which float16 holds every weight exactly, by format."""
-LEAST_BYTE = 225
-"""Smallest stored scale (`wgmma_fragments.shuffle_mx_scales`) that is not 0 in float16: 2**-14."""
+TOP = 30
+"""What a row's largest scale is stored as (`wgmma_fragments.shuffle_mx_scales`): float16's exponent of 2**15."""
 
 _MAGNITUDES = {"mxfp4": 0x77, "mxfp8": 0x7F}
 

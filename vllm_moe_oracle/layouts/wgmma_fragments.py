@@ -179,18 +179,17 @@ def mx_scale_shape(rows: int, columns: int) -> tuple[int, int, int]:
     return padded_rows(rows) // CHUNK_ROWS, -(-columns // 128), CHUNK_ROWS
 
 
-def shuffle_mx_scales(scales: torch.Tensor, least: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def shuffle_mx_scales(scales: torch.Tensor, top: int = 254) -> tuple[torch.Tensor, torch.Tensor]:
     """Rebases e8m0 scales, uint8 `[N, K/32]`, per row and orders them for the kernels.
 
     Returns int32 words `[N/64, K/128, 64]` (one word = the four scales of a row's 128 columns; rows in the order
     `[warp 4][g 8][half 2]`) and the rows' largest scales, uint8 `[N/64 * 64]`. A stored byte is `scale - largest +
-    254`, so no product of a weight and its scale leaves bfloat16's range, whatever the checkpoint's exponents are.
-    Bytes below `least` become 0.
+    top`, so no product of a weight and its scale leaves bfloat16's range, whatever the checkpoint's exponents are, or
+    with a top of 30 float16's. A smaller top makes bytes that would be negative 0.
     """
     largest = scales.amax(dim=1)
-    rebased = (scales.to(torch.int16) - largest.to(torch.int16)[:, None] + 254).to(torch.uint8)
-    if least:
-        rebased = rebased.masked_fill(rebased < least, 0)
+    rebased = scales.to(torch.int16) - largest.to(torch.int16)[:, None] + top
+    rebased = (rebased if top == 254 else rebased.clamp(min=0)).to(torch.uint8)
     rows, blocks, _ = mx_scale_shape(scales.shape[0], scales.shape[1] * 32)
     padded = _pad_matrix(rebased, rows * 64, blocks * 4).view(rows, 4, 2, 8, blocks, 4)
     words = padded.permute(0, 4, 1, 3, 2, 5).contiguous().view(torch.int32).view(rows, blocks, CHUNK_ROWS)
@@ -198,14 +197,14 @@ def shuffle_mx_scales(scales: torch.Tensor, least: int = 0) -> tuple[torch.Tenso
 
 
 def unshuffle_mx_scales(
-    words: torch.Tensor, largest: torch.Tensor, rows: int, columns: int, least: int = 0
+    words: torch.Tensor, largest: torch.Tensor, rows: int, columns: int, top: int = 254
 ) -> torch.Tensor:
-    """Inverse of `shuffle_mx_scales`: e8m0, uint8 `[rows, columns/32]`; 0 for scales below `least`."""
+    """Inverse of `shuffle_mx_scales`: e8m0, uint8 `[rows, columns/32]`; 0 for what a smaller top made 0."""
     fragments = words.contiguous().view(torch.uint8).view(words.shape[0], words.shape[1], 4, 8, 2, 4)
     padded = fragments.permute(0, 2, 4, 3, 1, 5).reshape(words.shape[0] * 64, words.shape[1] * 4)
     rebased = padded[:rows, : columns // 32].to(torch.int16)
-    scales = rebased + largest[:rows].to(torch.int16)[:, None] - 254
-    return (scales.masked_fill(rebased == 0, 0) if least else scales).to(torch.uint8)
+    scales = rebased + largest[:rows].to(torch.int16)[:, None] - top
+    return (scales if top == 254 else scales.masked_fill(rebased == 0, 0)).to(torch.uint8)
 
 
 def group_scale_shape(rows: int, groups: int) -> tuple[int, int, int]:
