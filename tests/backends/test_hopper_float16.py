@@ -17,14 +17,16 @@ from vllm_moe_oracle.schemes import mxfp4, mxfp8
 
 BACKENDS = [hopper_mxfp4.BACKEND, hopper_mxfp8.BACKEND, hopper_mxfp8_w8a8.BACKEND]
 SPREADS = {"mxfp4": 24, "mxfp8": 22}
-"""From the formats: e2m1 has values down to 2**-1 and is stored times 2, e4m3 down to 2**-9 and times 2**7, of the row's
-largest scale; float16 has multiples of 2**-24."""
+"""From the formats: e2m1 has values down to 2**-1 and is stored times 2, e4m3 down to 2**-9 and times 2**7, of the
+row's largest scale; float16 has multiples of 2**-24."""
 
 
 def layer_of(backend: Any, dtype: str = "float16") -> Any:
     name = backend.schemes[0]
     scheme = Scheme(name, 4 if name == "mxfp4" else 8, 32, name)
-    return problem(scheme=scheme, experts=1, top_k=1, hidden_size=160, intermediate_size=96, activation=SILU, dtype=dtype)
+    return problem(
+        scheme=scheme, experts=1, top_k=1, hidden_size=160, intermediate_size=96, activation=SILU, dtype=dtype
+    )
 
 
 def expert_of(layer: Any, spread: int) -> dict[str, torch.Tensor]:

@@ -190,7 +190,9 @@ def test_float16_of_long_rows_compiles(monkeypatch: pytest.MonkeyPatch, format: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layer", "tokens", "config"), [each for each in shipped() if "mxfp" in (LAYERS | MEASURED)[each[0]][0]])
+@pytest.mark.parametrize(
+    ("layer", "tokens", "config"), [each for each in shipped() if "mxfp" in (LAYERS | MEASURED)[each[0]][0]]
+)
 def test_every_shipped_configuration_of_mx_weights_compiles_for_float16(
     layer: str, tokens: int, config: LaunchConfig
 ) -> None:

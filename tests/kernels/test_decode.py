@@ -343,9 +343,7 @@ def test_float16_is_exact_down_to_the_last_scale(format: str, largest: int) -> N
     weights, codes = float16_layer(format, torch.cat([scales[:1] - 1, scales]))
     spread = torch.cat([scales[:1] - 1, scales]).expand(64, -1)
     assert int(row_spreads(format, codes, spread).max()) == MAX_SPREAD[format] + 1
-    lost = multiplied(weights, weights.w13, False, False) - canonical(
-        weights, weights.w13, codes, spread, None, False
-    )
+    lost = multiplied(weights, weights.w13, False, False) - canonical(weights, weights.w13, codes, spread, None, False)
     unit = 2.0 ** (largest - 127 - {"mxfp4": 25, "mxfp8": 31}[format])
     assert lost[:, :32].any() and not lost[:, 32:].any() and np.abs(lost).max() <= unit / 2
 

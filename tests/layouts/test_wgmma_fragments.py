@@ -142,8 +142,8 @@ def float16(bits: int) -> float:
 
 
 def test_e2m1_words_for_float16_decode_to_the_operand() -> None:
-    """Upper bytes, masked, are float16 value * 2**-14, then lower bytes; signs seven bits to the left and the rest three
-    to the right, the same again."""
+    """Upper bytes, masked, are float16 value * 2**-14, then lower bytes; signs seven bits to the left and the rest
+    three to the right, the same again."""
     codes = random_bytes(2, 64, 32)
     matrix = nibbles.split_nibbles(codes)
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

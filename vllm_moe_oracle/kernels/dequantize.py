@@ -532,11 +532,10 @@ def decode_codes(packed, FORMAT: tl.constexpr, FP16: tl.constexpr, HAS_ZERO: tl.
     2**-120; for float16 value * 2**-14, value * 2**-8.
     """
     if FORMAT == "int4" or FORMAT == "mxfp4":
-        if FORMAT == "mxfp4":
-            if FP16:
-                a, b = e2m1_fp16(packed)
-            else:
-                a, b = e2m1_bf16(packed)
+        if FORMAT == "mxfp4" and FP16:
+            a, b = e2m1_fp16(packed)
+        elif FORMAT == "mxfp4":
+            a, b = e2m1_bf16(packed)
         elif FP16:
             a, b = u4_fp16(packed, not HAS_ZERO)
         elif RAW or HAS_ZERO:
@@ -545,11 +544,10 @@ def decode_codes(packed, FORMAT: tl.constexpr, FP16: tl.constexpr, HAS_ZERO: tl.
             a, b = u4_bf16(packed)
         return to_fragments_4bit(a, b, RC, KC)
     else:
-        if FORMAT == "mxfp8":
-            if FP16:
-                w = e4m3_fp16(packed)
-            else:
-                w = e4m3_bf16(packed)
+        if FORMAT == "mxfp8" and FP16:
+            w = e4m3_fp16(packed)
+        elif FORMAT == "mxfp8":
+            w = e4m3_bf16(packed)
         elif FP16:
             w = u8_fp16(packed)
         elif RAW or HAS_ZERO:

@@ -164,9 +164,7 @@ def _config_errors(
     return tuple(reasons)
 
 
-def shared_memory_bytes(
-    tile: TileConfig, format: str, group: int, columns: int, *, zero_points: bool = False
-) -> int:
+def shared_memory_bytes(tile: TileConfig, format: str, group: int, columns: int, *, zero_points: bool = False) -> int:
     """Bytes of shared memory that Triton 3.6 allocates for a tile (3.9 takes up to 30 % less).
 
     Activations count `num_stages` times, because the last are still being read. Codes, scales and zero points count

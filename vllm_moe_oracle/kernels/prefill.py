@@ -207,16 +207,15 @@ def dequantize_step(memory, stage, k, WARPGROUP: gl.constexpr, FORMAT: gl.conste
     MX: gl.constexpr = FORMAT == "mxfp4" or FORMAT == "mxfp8"
     REBASED: gl.constexpr = not MX and GROUP > 0 and not HAS_ZERO and not FP16
     packed = w_smem.index(stage).slice(2 * WARPGROUP, 2).load(codes_layout(KC)).reshape(2, KC, 4, 512)
-    if FORMAT == "mxfp8":
-        if FP16:
-            w = to_fragments_8bit(e4m3_fp16_imul(packed, memory[9]), 2, KC)
-        else:
-            w = to_fragments_8bit(e4m3_bf16_imul(packed, memory[9]), 2, KC)
+    if FORMAT == "mxfp8" and FP16:
+        w = to_fragments_8bit(e4m3_fp16_imul(packed, memory[9]), 2, KC)
+    elif FORMAT == "mxfp8":
+        w = to_fragments_8bit(e4m3_bf16_imul(packed, memory[9]), 2, KC)
+    elif FORMAT == "mxfp4" and FP16:
+        a, b = e2m1_fp16_imul(packed, memory[9])
+        w = to_fragments_4bit(a, b, 2, KC)
     elif FORMAT == "mxfp4":
-        if FP16:
-            a, b = e2m1_fp16_imul(packed, memory[9])
-        else:
-            a, b = e2m1_bf16_imul(packed, memory[9])
+        a, b = e2m1_bf16_imul(packed, memory[9])
         w = to_fragments_4bit(a, b, 2, KC)
     else:
         w = decode_codes(packed, FORMAT, FP16, HAS_ZERO, REBASED, 2, KC)

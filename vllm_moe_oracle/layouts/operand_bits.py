@@ -20,8 +20,8 @@ float16 has its lowest exponent bit at bit 10. There a code reads as its value t
 * e2m1, two codes per byte: ``(7, 3, 2, 1)``, by a mask; ``(0, 6, 5, 4)``, the sign after a shift to the left by 7, the
   others to the right by 3. The upper byte of a half is where a float16 has these bits. The lower byte gets there with
   one more shift before the mask, or a permutation of bytes after it. Nine instructions for eight codes.
-* e4m3, two codes per half: ``(15, 13 to 10, 9 to 7)``, by a mask; ``(14, 6 to 3, 2 to 0)``, the sign after a shift to the
-  left by 1, the others by 7. Five instructions for four codes.
+* e4m3, two codes per half: ``(15, 13 to 10, 9 to 7)``, by a mask; ``(14, 6 to 3, 2 to 0)``, the sign after a shift to
+  the left by 1, the others by 7. Five instructions for four codes.
 
 All operations are on bytes. Temporaries take 2.25 times the input's memory (e2m1) or once (e4m3).
 """
