@@ -234,6 +234,9 @@ CASES = [
     Case("mxfp8-relu2", "mxfp8", 32, "relu2", hidden=352, inner=288, top_k=3),
     Case("mxfp8-wide-scales", "mxfp8", 32, spread=(100, 128)),
     Case("mxfp8-fp16", "mxfp8", 32, dtype=torch.float16, spread=(105, 116)),
+    # As far apart as float16 holds every weight exactly: 24 and 22 binades within a row.
+    Case("mxfp4-fp16-wide", "mxfp4", 32, dtype=torch.float16, hidden=288, inner=160, spread=(98, 123)),
+    Case("mxfp8-fp16-wide", "mxfp8", 32, dtype=torch.float16, hidden=288, inner=160, spread=(94, 117)),
 ]
 
 

@@ -22,6 +22,7 @@ from vllm_moe_oracle.kernels import dequantize  # noqa: E402
 from vllm_moe_oracle.kernels import weights as kernel_weights  # noqa: E402
 from vllm_moe_oracle.kernels.weights import PackedMatrix, PackedWeights  # noqa: E402
 from vllm_moe_oracle.layouts import wgmma_fragments  # noqa: E402
+from vllm_moe_oracle.layouts.float16_scales import MAX_SPREAD, row_spreads  # noqa: E402
 
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 Words = np.ndarray
@@ -99,6 +100,13 @@ def run(text: str, registers: dict[str, Words]) -> dict[str, Words]:
             value = x[0] << x[1]
         elif operation == "mul.lo.u32":
             value = (x[0].astype(np.uint64) * x[1]).astype(np.uint32)
+        elif operation == "prmt.b32":
+            eight, selector = x[0].astype(np.uint64) | x[1].astype(np.uint64) << np.uint64(32), int(names[2], 0)
+            assert not selector & 0x8888  # that would repeat signs
+            value = sum(
+                (eight >> np.uint64(8 * (selector >> 4 * byte & 7)) & np.uint64(255)) << np.uint64(8 * byte)
+                for byte in range(4)
+            ).astype(np.uint32)
         elif operation == "shf.r.wrap.b32":
             value = ((x[0].astype(np.uint64) | x[1].astype(np.uint64) << np.uint64(32)) >> x[2]).astype(np.uint32)
         else:
@@ -152,12 +160,16 @@ def multiplied(weights: PackedWeights, matrix: PackedMatrix, promote: bool, by_p
     mx, half = weights.format.startswith("mx"), weights.dtype == torch.float16
     codes, columns = matrix.codes[0], matrix.columns
     if mx:
-        name = {"mxfp4": "e2m1", "mxfp8": "e4m3"}[weights.format] + ("_bf16_imul" if by_products else "_bf16")
-        decoded = BFLOAT16.values(operand(name, codes))[:, :columns]
+        kind, short = (FLOAT16, "fp16") if half else (BFLOAT16, "bf16")
+        name = {"mxfp4": "e2m1", "mxfp8": "e4m3"}[weights.format] + f"_{short}" + by_products * "_imul"
+        decoded = kind.values(operand(name, codes))[:, :columns]
         scales = matrix.scales[0].view(torch.uint8).numpy().reshape(codes.shape[0], -1, 4, 8, 2, 4)
         scales = scales.transpose(0, 2, 4, 3, 1, 5).reshape(decoded.shape[0], -1)[:, : columns // 32]
-        powers = BFLOAT16.values(scales.astype(np.uint32) << 7)
-        values = BFLOAT16.rounded(decoded * powers.repeat(32, 1))
+        exponents = scales.astype(np.uint32)
+        assert not half or exponents.max() <= 30
+        powers = kind.values(exponents << (10 if half else 7))
+        values = kind.rounded(decoded * powers.repeat(32, 1))
+        assert not half or np.abs(values).max() <= np.finfo(np.float16).max
         return values * matrix.row_scale[0].double().numpy()[:, None]
     kind, prefix = (FLOAT16, "u4" if weights.format == "int4" else "u8") if half else (
         BFLOAT16, "u4" if weights.format == "int4" else "u8")  # fmt: skip
@@ -201,7 +213,8 @@ def stored(format: str, group: int, dtype: torch.dtype, zero_points: bool, gated
         if format == "mxfp8":
             codes[codes & 127 == 127] = 0  # NaN
         if format.startswith("mx"):
-            scales = torch.randint(100, 130, (rows, groups), generator=generator, dtype=torch.uint8)
+            least = 130 - 1 - MAX_SPREAD[format] if dtype == torch.float16 else 100
+            scales = torch.randint(least, 130, (rows, groups), generator=generator, dtype=torch.uint8)
         else:
             exponents = torch.randint(-12, 3, (rows, groups), generator=generator)
             scales = torch.ldexp(torch.rand(rows, groups, generator=generator), exponents).to(dtype)
@@ -297,3 +310,64 @@ def test_a_wrong_constant_is_seen(format: str, old: str, new: str, monkeypatch: 
     for weights, matrix, *tensors in stored(format, 32, torch.bfloat16, False, True):
         expected = canonical(weights, matrix, *tensors, False)
         assert not np.array_equal(multiplied(weights, matrix, False, False)[: matrix.rows], expected)
+
+
+def float16_layer(format: str, scales: torch.Tensor) -> tuple[PackedWeights, torch.Tensor]:
+    """A layer whose w13 has every code in every block of 32 columns of 16 rows; scales [blocks], the same in each row.
+
+    Returns the layer and w13's codes.
+    """
+    columns = 32 * len(scales)
+    weights = kernel_weights.allocate_weights(format, 1, columns, 64, gated=False, dtype=torch.float16)
+    places = torch.arange(64)[:, None] * 32 + torch.arange(32)[None, :]
+    if format == "mxfp8":
+        codes = (places % 256).repeat(1, len(scales)).to(torch.uint8)
+        codes[codes & 127 == 127] = 0
+    else:
+        codes = ((places[:, ::2] % 16) | (places[:, 1::2] * 5 % 16 << 4)).repeat(1, len(scales)).to(torch.uint8)
+    kernel_weights.pack_expert(weights, "w13", 0, codes, scales.expand(64, -1).contiguous())
+    return weights, codes
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8"])
+@pytest.mark.parametrize("largest", [254, 127, 40, 25])
+def test_float16_is_exact_down_to_the_last_scale(format: str, largest: int) -> None:
+    """All codes under every scale that is allowed, subnormal ones of e4m3 and negative zeros among them."""
+    scales = torch.arange(largest - MAX_SPREAD[format], largest + 1).to(torch.uint8)
+    weights, codes = float16_layer(format, scales)
+    assert int(row_spreads(format, codes, scales.expand(64, -1)).max()) == MAX_SPREAD[format]
+    expected = canonical(weights, weights.w13, codes, scales.expand(64, -1), None, False)
+    for by_products in (False, True):
+        assert np.array_equal(multiplied(weights, weights.w13, False, by_products), expected)
+    # One binade more loses the last bit of the smallest codes.
+    weights, codes = float16_layer(format, torch.cat([scales[:1] - 1, scales]))
+    spread = torch.cat([scales[:1] - 1, scales]).expand(64, -1)
+    assert int(row_spreads(format, codes, spread).max()) == MAX_SPREAD[format] + 1
+    lost = multiplied(weights, weights.w13, False, False) - canonical(weights, weights.w13, codes, spread, None, False)
+    unit = 2.0 ** (largest - 127 - {"mxfp4": 25, "mxfp8": 31}[format])
+    assert lost[:, :32].any() and not lost[:, 32:].any() and np.abs(lost).max() <= unit / 2
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8"])
+def test_scales_far_below_the_largest_become_zero_in_float16(format: str) -> None:
+    """From the largest to the smallest e8m0 number: what is refused (`hopper_*`) is still no other weight."""
+    scales = torch.tensor([0, 30, 223, 224, 225, 226, 254], dtype=torch.uint8)
+    weights, codes = float16_layer(format, scales)
+    found = multiplied(weights, weights.w13, False, True).reshape(64, -1, 32)
+    expected = canonical(weights, weights.w13, codes, scales.expand(64, -1), None, False).reshape(64, -1, 32)
+    assert not found[:, :4].any() and np.array_equal(found[:, 6], expected[:, 6])
+    top = {"mxfp4": 1, "mxfp8": 7}[format]
+    assert np.abs(found - expected).max() <= 2.0 ** (127 - 25 - top) + 2.0 ** (127 - 30) * 448 * (format == "mxfp8")
+
+
+def test_blocks_of_zeros_may_have_any_scale_in_float16() -> None:
+    scales = torch.tensor([0, 120, 121], dtype=torch.uint8).expand(64, -1).contiguous()
+    for format, mask in (("mxfp4", 0x88), ("mxfp8", 0x80)):
+        weights, codes = float16_layer(format, scales[0])
+        codes[:, : codes.shape[1] // 3] &= mask  # signs alone
+        assert int(row_spreads(format, codes, scales).max()) == 1
+        kernel_weights.pack_expert(weights, "w13", 0, codes, scales)
+        expected = canonical(weights, weights.w13, codes, scales, None, False)
+        assert np.array_equal(multiplied(weights, weights.w13, False, False), expected)
+        restored = kernel_weights.unpack_expert(weights, "w13", 0)
+        assert torch.equal(restored[0], codes) and torch.equal(restored[1], scales)

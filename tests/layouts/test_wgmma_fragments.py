@@ -33,6 +33,29 @@ def test_codes_come_back(format: str, bits: int, rows: int, blocks: int, seed: i
     assert torch.equal(target, stored)
 
 
+@pytest.mark.parametrize(("format", "bits"), [("e2m1", 4), ("e4m3", 8)])
+@settings(deadline=None, max_examples=20)
+@given(ROWS, BLOCKS, SEEDS)
+def test_codes_for_float16_come_back(format: str, bits: int, rows: int, blocks: int, seed: int) -> None:
+    shuffle, unshuffle = (getattr(wgmma_fragments, f"{verb}_{format}") for verb in ("shuffle", "unshuffle"))
+    codes = random_bytes(seed, rows, blocks * 4 * bits)
+    stored = shuffle(codes, float16=True)
+    assert stored.shape == wgmma_fragments.chunk_shape(rows, blocks * 32, bits)
+    assert torch.equal(unshuffle(stored, rows, blocks * 32, float16=True), codes)
+    assert shuffle(codes.to("meta"), float16=True).shape == stored.shape
+
+
+@settings(deadline=None, max_examples=20)
+@given(ROWS, BLOCKS, SEEDS)
+def test_mx_scales_that_are_too_small_come_back_as_zero(rows: int, blocks: int, seed: int) -> None:
+    scales = random_bytes(seed, rows, blocks)
+    words, largest = wgmma_fragments.shuffle_mx_scales(scales, 30)
+    restored = wgmma_fragments.unshuffle_mx_scales(words, largest, rows, blocks * 32, 30)
+    far = scales.amax(1, keepdim=True).int() - scales.int() > 29
+    assert torch.equal(restored, scales.masked_fill(far, 0))
+    assert int(words.view(torch.uint8).max()) == 30
+
+
 @settings(deadline=None, max_examples=20)
 @given(ROWS, BLOCKS, SEEDS)
 def test_mx_scales_come_back(rows: int, blocks: int, seed: int) -> None:
@@ -111,6 +134,43 @@ def test_e2m1_words_decode_to_the_operand() -> None:
             registers = [word & 0x81C081C0, word << 4 & 0x81C081C0, rotated(word, 6) & 0x81C081C0, last]
             values = [bfloat16(register >> 16 * half) * 2.0**126 for register in registers for half in range(2)]
             assert values == [float(table[int(matrix[place])]) for place in fragment(warp, g, t, step)]
+
+
+def float16(bits: int) -> float:
+    signed = bits & 0xFFFF
+    return float(torch.tensor(signed - 65536 if signed > 32767 else signed).short().view(torch.float16))
+
+
+def test_e2m1_words_for_float16_decode_to_the_operand() -> None:
+    """Upper bytes, masked, are float16 value * 2**-14, then lower bytes; signs seven bits to the left and the rest
+    three to the right, the same again."""
+    codes = random_bytes(2, 64, 32)
+    matrix = nibbles.split_nibbles(codes)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    words = wgmma_fragments.shuffle_e2m1(codes, float16=True).view(4, 8, 4, 4, 4).view(torch.int32)[..., 0]
+    for warp, g, t in LANES:
+        for step in range(4):
+            word = int(words[warp, g, t, step]) & 0xFFFFFFFF
+            second = word >> 3 & 0x0E0E0E0E | word << 7 & 0x80808080
+            registers = [each & 0x8E008E00 for each in (word, word << 8, second, second << 8)]
+            values = [float16(register >> 16 * half) * 2.0**14 for register in registers for half in range(2)]
+            assert values == [float(table[int(matrix[place])]) for place in fragment(warp, g, t, step)]
+
+
+def test_e4m3_words_for_float16_decode_to_the_operand() -> None:
+    """A mask gives one register of float16 value * 2**-8, two shifts to the left and masks the next."""
+    codes = random_bytes(5, 64, 32)
+    codes[codes & 127 == 127] = 0  # NaN
+    words = wgmma_fragments.shuffle_e4m3(codes, float16=True).view(4, 8, 4, 4, 4).view(torch.int32)[..., 0]
+    expected = codes.view(torch.float8_e4m3fn).float()
+    for warp, g, t in LANES:
+        for step in range(2):
+            values = []
+            for k8 in range(2):
+                word = int(words[warp, g, t, 2 * step + k8]) & 0xFFFFFFFF
+                for register in (word & 0xBF80BF80, word << 1 & 0x80008000 | word << 7 & 0x3F803F80):
+                    values += [float16(register >> 16 * half) * 2.0**8 for half in range(2)]
+            assert values == [float(expected[place]) for place in fragment(warp, g, t, step)]
 
 
 def test_int8_words_decode_to_the_operand() -> None:

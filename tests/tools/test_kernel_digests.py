@@ -60,6 +60,8 @@ def test_a_digest_depends_on_how_arguments_are_specialized() -> None:
         ({"tool": "1", "triton": "3.9.0"}, "made by another tool and another triton"),
         ({"compiled": {"a": ["1"]}}, "measure again"),
         ({"choices": {"a": "1"}}, "measure again"),
+        ({"compiled": {"a": ["0"], "b: float16, 64": ["1"]}}, None),
+        ({"compiled": {"b: float16, 64": ["1"]}}, "measure again"),
     ],
 )
 def test_profiles_are_restamped_only_for_equal_digests(
@@ -81,6 +83,22 @@ def test_profiles_are_restamped_only_for_equal_digests(
     assert restamp_profiles.main() == (said is not None)
     assert (profile.read_text() == stale) == (said is not None)
     assert (said or kernel_sources_hash()) in capsys.readouterr().out
+
+
+def test_calls_in_float16_may_not_differ_where_such_layers_were_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = tmp_path / "gpu.json"
+    stale = '{\n"environment": {"kernels": "0123456789abcdef"},\n"kernel_shape": {"dtype":"float16"}\n}'
+    profile.write_text(stale)
+    digests = {"tool": "0", "triton": "3.6.0", "compiled": {"b: float16, 1": ["0"]}, "choices": {}}
+    paths = [tmp_path / "before.txt", tmp_path / "after.txt"]
+    for path, made in zip(paths, (digests, digests | {"compiled": {"b: float16, 1": ["1"]}}), strict=True):
+        path.write_text(json.dumps(made))
+    monkeypatch.setattr(restamp_profiles, "PROFILES", tmp_path)
+    monkeypatch.setattr("sys.argv", ["restamp_profiles", *map(str, paths)])
+    assert restamp_profiles.main() == 1 and profile.read_text() == stale
+    assert "measure again\nb: float16, 1" in capsys.readouterr().out
 
 
 def test_every_profile_has_the_fingerprint_of_these_sources() -> None:

@@ -206,6 +206,36 @@ class _LayerLaunches:
         return max(self._layout(tokens).nbytes, *(nbytes for at, nbytes in self._peaks if at <= tokens), 0)
 
 
+def float16_refusal(format: str, expert: Tensors, problem: Problem) -> str:
+    """Why the kernels cannot hold an expert's MX weights in float16; "" if they can, and for bfloat16.
+
+    They multiply weights by their blocks' scales in float16, exactly or not at all (`layouts.float16_scales`).
+    """
+    if problem.dtype != "float16":
+        return ""
+    import torch
+
+    from ..layouts.float16_scales import MAX_SPREAD, row_spreads
+
+    most = MAX_SPREAD[format]
+    names = ("w13", "w2")
+    scales = {name: expert[f"{name}_scale"].view(torch.uint8) for name in names}
+    # Both matrices in one answer: each makes the host wait for the GPU. Few layers need their codes read.
+    if not torch.cat([each.amax(-1) - each.amin(-1) for each in scales.values()]).gt(most).any():
+        return ""
+    for name in names:
+        spreads = row_spreads(format, expert[name], scales[name])
+        row = int(spreads.argmax())
+        if spreads[row] > most:
+            return (
+                f"row {row} of {name} has scales of numbers other than zero {int(spreads[row])} binades below its "
+                f"largest, 2**{int(scales[name][row].max()) - 127}, and float16 holds every weight exactly within "
+                f"{most}; {int((spreads > most).sum())} of {len(spreads)} rows of this matrix are so. With "
+                f"--dtype bfloat16 the kernels take such weights"
+            )
+    return ""
+
+
 class HopperBackend(Backend):
     """Experts over `vllm_moe_oracle.kernels.fused_moe`; a subclass names the weight format and its limits."""
 

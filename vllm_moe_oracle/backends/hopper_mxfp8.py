@@ -6,21 +6,26 @@ import dataclasses
 
 from ..core.decision import Numerics
 from ..core.problem import MX_BLOCK, Problem
-from ._hopper import CAPABILITIES, HopperBackend
+from ._contract import Tensors
+from ._hopper import CAPABILITIES, HopperBackend, float16_refusal
 
 
 class HopperMxfp8(HopperBackend):
-    """Weights stay as they are in memory and become bfloat16 in registers; activations are left alone."""
+    """Weights stay as they are in memory and become 16-bit floats in registers; activations are left alone."""
 
     name = "hopper_mxfp8"
     schemes = ("mxfp8",)
     capabilities = dataclasses.replace(CAPABILITIES, bits=(8,), groups=(MX_BLOCK,))
-    # Exact up to a row's spread of scales that bfloat16 can hold.
-    arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}")
+    # Exact: float16 weights with too wide scales are refused, bfloat16 holds any spread but the very widest.
+    arithmetic = Numerics("converted exactly to {dtype} and scaled in {dtype}", "left in {dtype}")
 
     def why_not_batched(self, problem: Problem) -> str:
         """vLLM has no kernels for MXFP8 in this format on Hopper."""
         return ""
+
+    def validate_weights(self, expert: Tensors, problem: Problem) -> str:
+        """Where float16 cannot hold the weights."""
+        return float16_refusal("mxfp8", expert, problem)
 
 
 BACKEND = HopperMxfp8()

@@ -6,7 +6,8 @@ import dataclasses
 
 from ..core.decision import Numerics
 from ..core.problem import Problem
-from ._hopper import HopperBackend
+from ._contract import Tensors
+from ._hopper import HopperBackend, float16_refusal
 from .hopper_mxfp8 import HopperMxfp8
 
 
@@ -24,11 +25,15 @@ class HopperMxfp8W8A8(HopperBackend):
     static_priority = 910.0
     # Rounded from each token as it comes, and from the activation's float32 values.
     activation_precision = "mxfp8"
-    arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "quantized to MXFP8 per token")
+    arithmetic = Numerics("converted exactly to {dtype} and scaled in {dtype}", "quantized to MXFP8 per token")
 
     def tiles(self, problem: Problem, tokens: int, most: int) -> tuple[str, ...]:
         """None: it is taken for its numbers, by name, and then with its own choice."""
         return ()
+
+    def validate_weights(self, expert: Tensors, problem: Problem) -> str:
+        """Where float16 cannot hold the weights."""
+        return float16_refusal("mxfp8", expert, problem)
 
 
 BACKEND = HopperMxfp8W8A8()

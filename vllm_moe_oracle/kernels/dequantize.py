@@ -10,9 +10,9 @@ How codes become floats:
   to 127, normal above). A mask is enough to extract a code; one fused multiply-add scales it and subtracts the midpoint
   or the zero point.
 * Integers, float16: a code OR-ed into the mantissa of 1024 is 1024 plus the code.
-* e2m1 and e4m3: their bits, moved to bfloat16's exponent and mantissa, are the value times 2**-126 or 2**-120. This
-  holds for subnormals too, because IEEE 754 and OCP Microscaling Formats 1.0 encode them alike. The two NaN codes of
-  e4m3 decode to +-480.
+* e2m1 and e4m3: their bits, moved to bfloat16's exponent and mantissa, are the value times 2**-126 or 2**-120; moved to
+  float16's, the value times 2**-14 or 2**-8. This holds for subnormals too, because IEEE 754 and OCP Microscaling
+  Formats 1.0 encode them alike. The two NaN codes of e4m3 decode to +-480.
 
 The scales make up for these factors (`weights.code_factors`).
 """
@@ -344,6 +344,105 @@ def e2m1_bf16_imul(x, sixteen):
 
 
 @triton.jit
+def e2m1_fp16(x):
+    """Words of 8 codes, bit-permuted for float16, to float16 `value * 2**-14`; two results of four per word."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 b, c, d;
+        shl.b32 b, $4, 8;
+        shl.b32 d, $4, 7;
+        shr.u32 c, $4, 3;
+        and.b32 d, d, 0x80808080;
+        lop3.b32 c, c, 0x0e0e0e0e, d, 0xEA;
+        and.b32 $0, $4, 0x8e008e00;
+        and.b32 $1, b, 0x8e008e00;
+        and.b32 $2, c, 0xff00ff00;
+        prmt.b32 $3, c, 0, 0x2404;
+        }
+        """,
+        constraints="=&r,=&r,=&r,=&r,r",
+        args=[x],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def e4m3_fp16(x):
+    """Words of 4 codes, bit-permuted for float16, to float16 `value * 2**-8`."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b;
+        shl.b32 a, $2, 1;
+        shl.b32 b, $2, 7;
+        and.b32 a, a, 0x80008000;
+        and.b32 $0, $2, 0xbf80bf80;
+        lop3.b32 $1, b, 0x3f803f80, a, 0xEA;
+        }
+        """,
+        constraints="=&r,=&r,r",
+        args=[x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def e2m1_fp16_imul(x, sixteen):
+    """`e2m1_fp16` with multiplications instead of left shifts, as in `e4m3_bf16_imul`."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 b, c, d;
+        shl.b32 b, $5, 4;
+        mul.lo.u32 b, $4, b;
+        shl.b32 d, $5, 3;
+        mul.lo.u32 d, $4, d;
+        shr.u32 c, $4, 3;
+        and.b32 d, d, 0x80808080;
+        lop3.b32 c, c, 0x0e0e0e0e, d, 0xEA;
+        and.b32 $0, $4, 0x8e008e00;
+        and.b32 $1, b, 0x8e008e00;
+        and.b32 $2, c, 0xff00ff00;
+        prmt.b32 $3, c, 0, 0x2404;
+        }
+        """,
+        constraints="=&r,=&r,=&r,=&r,r,r,r,r,r",
+        args=[x, sixteen],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def e4m3_fp16_imul(x, sixteen):
+    """`e4m3_fp16` with a multiplication instead of the longer left shift, as in `e4m3_bf16_imul`."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b;
+        shl.b32 a, $2, 1;
+        shl.b32 b, $3, 3;
+        mul.lo.u32 b, $2, b;
+        and.b32 a, a, 0x80008000;
+        and.b32 $0, $2, 0xbf80bf80;
+        lop3.b32 $1, b, 0x3f803f80, a, 0xEA;
+        }
+        """,
+        constraints="=&r,=&r,r,r,r,r,r",
+        args=[x, sixteen],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def e8m0_words_bf16(words):
     """int32 words of four e8m0 bytes to four bfloat16 powers of two `2**(byte - 127)` (a byte of 0 gives 0)."""
     return tl.inline_asm_elementwise(
@@ -361,6 +460,29 @@ def e8m0_words_bf16(words):
         constraints="=h,=h,=h,=h,r",
         args=[words],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def e8m0_words_fp16(words):
+    """int32 words of four bytes up to 30 to four float16 powers of two `2**(byte - 15)` (a byte of 0 gives 0)."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b;
+        prmt.b32 a, $4, 0, 0x5140;
+        prmt.b32 b, $4, 0, 0x7362;
+        shl.b32 a, a, 10;
+        shl.b32 b, b, 10;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, b;
+        }
+        """,
+        constraints="=h,=h,=h,=h,r",
+        args=[words],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
         is_pure=True,
         pack=1,
     )
@@ -407,10 +529,12 @@ def decode_codes(packed, FORMAT: tl.constexpr, FP16: tl.constexpr, HAS_ZERO: tl.
 
     Integers: code times `weights.code_factors`, and times 2**-127 if RAW or HAS_ZERO, else less 8 or 128 before. For
     float16: code - 8, with HAS_ZERO code + 1024 (int4); code - 128 (int8). "mxfp4": value * 2**-126; "mxfp8": value *
-    2**-120 (always bfloat16).
+    2**-120; for float16 value * 2**-14, value * 2**-8.
     """
     if FORMAT == "int4" or FORMAT == "mxfp4":
-        if FORMAT == "mxfp4":
+        if FORMAT == "mxfp4" and FP16:
+            a, b = e2m1_fp16(packed)
+        elif FORMAT == "mxfp4":
             a, b = e2m1_bf16(packed)
         elif FP16:
             a, b = u4_fp16(packed, not HAS_ZERO)
@@ -420,7 +544,9 @@ def decode_codes(packed, FORMAT: tl.constexpr, FP16: tl.constexpr, HAS_ZERO: tl.
             a, b = u4_bf16(packed)
         return to_fragments_4bit(a, b, RC, KC)
     else:
-        if FORMAT == "mxfp8":
+        if FORMAT == "mxfp8" and FP16:
+            w = e4m3_fp16(packed)
+        elif FORMAT == "mxfp8":
             w = e4m3_bf16(packed)
         elif FP16:
             w = u8_fp16(packed)
@@ -432,9 +558,13 @@ def decode_codes(packed, FORMAT: tl.constexpr, FP16: tl.constexpr, HAS_ZERO: tl.
 
 
 @triton.jit
-def decode_mx_scales(words, RC: tl.constexpr, KB: tl.constexpr, GROUPS: tl.constexpr):
-    """int32 `[RC, KB, 4, 16]` to bfloat16 `[RC * 64, KB * GROUPS]`; GROUPS (1, 2 or 4) scales of each word are used."""
-    a, b, c, d = e8m0_words_bf16(words)
+def decode_mx_scales(words, FP16: tl.constexpr, RC: tl.constexpr, KB: tl.constexpr, GROUPS: tl.constexpr):
+    """int32 `[RC, KB, 4, 16]` to 16-bit floats `[RC * 64, KB * GROUPS]`; GROUPS (1, 2 or 4) scales of each word are
+    used."""
+    if FP16:
+        a, b, c, d = e8m0_words_fp16(words)
+    else:
+        a, b, c, d = e8m0_words_bf16(words)
     if GROUPS == 4:
         joined = tl.join(tl.join(a, c), tl.join(b, d))
     elif GROUPS == 2:

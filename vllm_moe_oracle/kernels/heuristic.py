@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import torch
-
 from .launch_config import LaunchConfig, TileConfig
 from .prefill_config import LONG_K, MAX_BLOCK_TOKENS
 from .weights import PackedWeights, code_bits
@@ -63,15 +61,10 @@ def _per_slot_tile(weights: PackedWeights, slots: float, rows: int, columns: int
     return TileConfig(16 // k_parts, width, 128, k_parts=k_parts, num_stages=num_stages)
 
 
-def _needs_two_mmas(weights: PackedWeights) -> bool:
-    """Whether a step is two MMAs, which take more registers: float16 activations of MX weights."""
-    return weights.dtype == torch.float16 and weights.format.startswith("mx")
-
-
 def _wide_tile(weights: PackedWeights) -> TileConfig:
-    # With at most 128 registers, scaled accumulators and two MMAs spill in Triton 3.9.
-    uncapped = weights.format == "int8" or _needs_two_mmas(weights)
-    return TileConfig(16, 128, 128, num_stages=3, maxnreg=0 if uncapped else 128, scale_accumulators=False)
+    # With at most 128 registers, scaled accumulators spill in Triton 3.9.
+    maxnreg = 0 if weights.format == "int8" else 128
+    return TileConfig(16, 128, 128, num_stages=3, maxnreg=maxnreg, scale_accumulators=False)
 
 
 def _wave_cost(parts: float, rows: int, width: int, resident: int) -> float:
@@ -105,13 +98,11 @@ def _few_rows_tile(weights: PackedWeights, active: float, rows: int, columns: in
         _wide_tile(weights): _wave_cost(active, rows, 128, 4),
         narrow: narrow_cost * _wave_cost(active, rows, 64, 5),
     }
-    # Two MMAs of 128 rows and 256 columns, or of 256 rows, spill.
-    if not _needs_two_mmas(weights):
-        if long and (four or down) and 0.6 <= programs / _MIN_PROGRAMS < 1.0:
-            costs[TileConfig(16, 128, 256, num_stages=3)] = 1.05 * _wave_cost(active, rows, 128, 2)
-        if weights.format != "int8":
-            widest = TileConfig(16, 256, 64, scale_accumulators=False)
-            costs[widest] = (0.97 if integers else 1.03) * _wave_cost(active, rows, 256, 3)
+    if long and (four or down) and 0.6 <= programs / _MIN_PROGRAMS < 1.0:
+        costs[TileConfig(16, 128, 256, num_stages=3)] = 1.05 * _wave_cost(active, rows, 128, 2)
+    if weights.format != "int8":
+        widest = TileConfig(16, 256, 64, scale_accumulators=False)
+        costs[widest] = (0.97 if integers else 1.03) * _wave_cost(active, rows, 256, 3)
     return min(costs, key=costs.__getitem__)
 
 
@@ -134,10 +125,6 @@ def _middle_tile(weights: PackedWeights, load: Load, rows: int, down: bool) -> T
     64, 70 rows two of 48. Few programs of 32 rows take steps of 128 columns, which have more in flight.
     """
     four = code_bits(weights.format) == 4
-    if _needs_two_mmas(weights):
-        if load.rows <= 28:
-            return TileConfig(32, 128, 128, num_stages=3) if four else TileConfig(32, 128, 64)
-        return TileConfig(64, 128, 64) if four else TileConfig(64, 128, 128, num_warps=8, num_stages=3)
     long_steps = weights.format == "mxfp4" and not down
     if load.rows <= 28:
         if long_steps or load.active * -(-rows // 128) < _MIN_PROGRAMS:
@@ -179,8 +166,7 @@ def prefers_small_tiles(weights: PackedWeights, load: Load) -> bool:
     """Whether a call of many rows runs small tiles with shared columns: of the persistent kernels' tiles, its second
     GEMM would have fewer than half of the SMs."""
     tiles = load.active * -(-weights.hidden // 256) * max(1.0, load.rows / MAX_BLOCK_TOKENS + 0.5)
-    few = tiles < _SMS / 2 and not _needs_two_mmas(weights)
-    return few and load.rows > 28 and _shared_columns(weights, load, _TALL_TILE).split_k > 1
+    return tiles < _SMS / 2 and load.rows > 28 and _shared_columns(weights, load, _TALL_TILE).split_k > 1
 
 
 def _few_experts_config(weights: PackedWeights, load: Load) -> LaunchConfig:
@@ -240,8 +226,8 @@ def heuristic_config(weights: PackedWeights, top_k: int, tokens: int) -> LaunchC
             tile = _TALL_TILE  # at 102 and 128 rows, two layers, an H100 and an H200: 1.15 to 1.23 times as fast
         return LaunchConfig(tile, tile)
     up = _middle_tile(weights, load, weights.w13.rows, False)
-    # Eight bits and float16 activations of MX weights were not timed so.
-    if swept > 1 and load.rows <= 28 and code_bits(weights.format) == 4 and not _needs_two_mmas(weights):
+    # Eight bits were not timed so.
+    if swept > 1 and load.rows <= 28 and code_bits(weights.format) == 4:
         return LaunchConfig(up, replace(sweeping, bm=up.bm))
     down = _middle_tile(weights, load, weights.hidden, True)
     return LaunchConfig(up, _shared_columns(weights, load, down))

@@ -7,8 +7,6 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from .weights import PackedWeights, code_bits
 
 
@@ -134,12 +132,12 @@ MAX_SHARED_MEMORY = 227 * 1024
 def config_errors(weights: PackedWeights, top_k: int, config: LaunchConfig) -> tuple[str, ...]:
     """Every reason why the kernels cannot run this configuration on such a layer; empty when they can."""
     shape = weights.format, weights.group, weights.hidden, weights.intermediate, top_k
-    return _config_errors(config, *shape, weights.w13.zeros is not None, weights.dtype == torch.float16)
+    return _config_errors(config, *shape, weights.w13.zeros is not None)
 
 
 @functools.lru_cache(maxsize=1024)
 def _config_errors(
-    config: LaunchConfig, format: str, group: int, hidden: int, inner: int, top_k: int, zero_points: bool, half: bool
+    config: LaunchConfig, format: str, group: int, hidden: int, inner: int, top_k: int, zero_points: bool
 ) -> tuple[str, ...]:
     reasons = []
     chunk = 64 if code_bits(format) == 4 else 32
@@ -156,7 +154,7 @@ def _config_errors(
                     f"{name}: fused_topk multiplies {choices} (top_k {top_k}) x {tile.k_parts} (k_parts) parts of "
                     f"{tile.bn} rows (bn) in one program: at most 16 parts, together a multiple of 64 rows"
                 )
-        needed = shared_memory_bytes(tile, format, group, columns, zero_points=zero_points, half=half)
+        needed = shared_memory_bytes(tile, format, group, columns, zero_points=zero_points)
         if needed > MAX_SHARED_MEMORY:
             reasons.append(
                 f"{name}: {tile.num_stages} stages of {tile.bm} x {tile.bk} activations and {tile.bn} x {tile.bk} "
@@ -166,14 +164,12 @@ def _config_errors(
     return tuple(reasons)
 
 
-def shared_memory_bytes(
-    tile: TileConfig, format: str, group: int, columns: int, *, zero_points: bool = False, half: bool = False
-) -> int:
+def shared_memory_bytes(tile: TileConfig, format: str, group: int, columns: int, *, zero_points: bool = False) -> int:
     """Bytes of shared memory that Triton 3.6 allocates for a tile (3.9 takes up to 30 % less).
 
-    Activations count `num_stages` times, because the last are still being read, and once more where a step is two MMAs
-    (`half` with MX weights). Codes, scales and zero points count once less. Without a K loop there are activations
-    alone. With n_tiles, h counts once, plus at most 2048 bytes and 8 per row for the layout conversion.
+    Activations count `num_stages` times, because the last are still being read. Codes, scales and zero points count
+    once less. Without a K loop there are activations alone. With n_tiles, h counts once, plus at most 2048 bytes and 8
+    per row for the layout conversion.
     """
     if tile.no_k_loop:
         return 2 * (16 * columns // tile.k_parts if tile.fused_topk else tile.bm * columns)
@@ -186,8 +182,9 @@ def shared_memory_bytes(
         words = rows // 2 * -(-width // group) * (1 + zero_points)
     else:
         words = 0
-    held = tile.num_stages + (half and format.startswith("mx"))
-    activations = 2 * tokens * width + 2048 + 8 * tile.bn if tile.n_tiles > 1 else 2 * tokens * width * held
+    activations = 2 * tokens * width * tile.num_stages
+    if tile.n_tiles > 1:
+        activations = 2 * tokens * width + 2048 + 8 * tile.bn
     return activations + (codes + 4 * words) * (tile.num_stages - 1)
 
 

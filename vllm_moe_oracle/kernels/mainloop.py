@@ -71,10 +71,10 @@ def dequantize_step(packed, words, zero_words, FORMAT: tl.constexpr, GROUP: tl.c
     INTEGER: tl.constexpr = FORMAT == "int4" or FORMAT == "int8"
     # Stored scales are the scales times a row's power of two, up to 2**127 (`weights.has_rebased_scales`).
     REBASED: tl.constexpr = INTEGER and GROUP > 0 and not HAS_ZERO and not FP16
-    w = decode_codes(packed, FORMAT, FP16 and not MX, HAS_ZERO, REBASED and not SCALE_ACC, RC, KC)
+    w = decode_codes(packed, FORMAT, FP16, HAS_ZERO, REBASED and not SCALE_ACC, RC, KC)
     factor = 0.0
     if MX:
-        scale = decode_mx_scales(words, RC, (BK + 127) // 128, 4 if BK >= 128 else BK // 32)
+        scale = decode_mx_scales(words, FP16, RC, (BK + 127) // 128, 4 if BK >= 128 else BK // 32)
         w = w * scale.expand_dims(2).broadcast_to(VN, BK // 32, 32).reshape(VN, BK)
     else:
         GROUPS: tl.constexpr = (BK + GROUP - 1) // GROUP if GROUP > 0 else 1
@@ -113,15 +113,9 @@ def await_mma(acc):
 
 
 @triton.jit
-def mma_step(acc, w, factor, x, MX: tl.constexpr, SCALE_ACC: tl.constexpr):
+def mma_step(acc, w, factor, x, SCALE_ACC: tl.constexpr):
     """acc [rows, tokens] + w @ x.T; w and factor: `dequantize_step`; x [tokens, columns of the step]."""
-    if MX and x.dtype == tl.float16:
-        # float16 activations are exactly two bfloat16 terms; e8m0 scales have no room in float16.
-        high = x.to(tl.bfloat16)
-        low = (x.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
-        acc = tl.dot(w, high.T, acc)
-        acc = tl.dot(w, low.T, acc)
-    elif SCALE_ACC:
+    if SCALE_ACC:
         acc += tl.dot(w, x.T) * factor[:, None]
     else:
         acc = tl.dot(w, x.T, acc)
@@ -135,7 +129,7 @@ def dequantize_mma_step(acc, x, packed, words, zero_words, FORMAT: tl.constexpr,
     w, factor = dequantize_step(
         packed, words, zero_words, FORMAT, GROUP, HAS_ZERO, SCALE_ACC, x.dtype == tl.float16, BK
     )
-    return mma_step(acc, w, factor, x, FORMAT == "mxfp4" or FORMAT == "mxfp8", SCALE_ACC)
+    return mma_step(acc, w, factor, x, SCALE_ACC)
 
 
 @triton.jit
@@ -232,14 +226,13 @@ def mainloop(x_rows, x_mask, rest_rows, rest_mask, w_ptr, s_ptr, z_ptr, tile_n, 
                                        K_PARTS, BK)  # fmt: skip
             if BM_REST > 0:
                 FP16: tl.constexpr = x.dtype == tl.float16
-                MX: tl.constexpr = FORMAT == "mxfp4" or FORMAT == "mxfp8"
                 mask = rest_mask[:, None]
                 if not EVEN_K:
                     mask = mask & (step * BK + k[None, :] < columns)
                 x_rest = tl.load(rest_ptrs, mask=mask, other=0.0)
                 w, factor = dequantize_step(packed, words, zeros, FORMAT, GROUP, HAS_ZERO, SCALE_ACC, FP16, BK)
-                acc = mma_step(acc, w, factor, x, MX, SCALE_ACC)
-                acc_rest = await_mma(mma_step(acc_rest, w, factor, x_rest, MX, SCALE_ACC))
+                acc = mma_step(acc, w, factor, x, SCALE_ACC)
+                acc_rest = await_mma(mma_step(acc_rest, w, factor, x_rest, SCALE_ACC))
                 acc = await_mma(acc)
                 rest_ptrs += BK
             else:

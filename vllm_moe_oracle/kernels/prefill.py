@@ -27,7 +27,9 @@ from .dequantize import (
     decode_group_values,
     decode_mx_scales,
     e2m1_bf16_imul,
+    e2m1_fp16_imul,
     e4m3_bf16_imul,
+    e4m3_fp16_imul,
     fma_bf16x2,
     scale_and_add_zero,
     scaled_midpoints,
@@ -205,8 +207,13 @@ def dequantize_step(memory, stage, k, WARPGROUP: gl.constexpr, FORMAT: gl.conste
     MX: gl.constexpr = FORMAT == "mxfp4" or FORMAT == "mxfp8"
     REBASED: gl.constexpr = not MX and GROUP > 0 and not HAS_ZERO and not FP16
     packed = w_smem.index(stage).slice(2 * WARPGROUP, 2).load(codes_layout(KC)).reshape(2, KC, 4, 512)
-    if FORMAT == "mxfp8":
+    if FORMAT == "mxfp8" and FP16:
+        w = to_fragments_8bit(e4m3_fp16_imul(packed, memory[9]), 2, KC)
+    elif FORMAT == "mxfp8":
         w = to_fragments_8bit(e4m3_bf16_imul(packed, memory[9]), 2, KC)
+    elif FORMAT == "mxfp4" and FP16:
+        a, b = e2m1_fp16_imul(packed, memory[9])
+        w = to_fragments_4bit(a, b, 2, KC)
     elif FORMAT == "mxfp4":
         a, b = e2m1_bf16_imul(packed, memory[9])
         w = to_fragments_4bit(a, b, 2, KC)
@@ -217,7 +224,7 @@ def dequantize_step(memory, stage, k, WARPGROUP: gl.constexpr, FORMAT: gl.conste
         words = s_smem.index(stage).slice(2 * WARPGROUP, 2).load(scales_layout(COUNT, WORDS))
         if MX:
             N_SCALES: gl.constexpr = 2
-            scale = decode_mx_scales(words >> (k % 128 // 4), 2, 1, 2)
+            scale = decode_mx_scales(words >> (k % 128 // 4), FP16, 2, 1, 2)
         else:
             N_SCALES: gl.constexpr = COUNT
             scale = decode_group_values(words, FP16, 2, COUNT)

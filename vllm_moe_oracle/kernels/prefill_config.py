@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .weights import PackedWeights, code_bits
 
 MAX_BLOCK_TOKENS = 128  # most tokens of a block
@@ -51,8 +49,6 @@ def prefill_errors(weights: PackedWeights) -> list[str]:
         reasons.append(f"intermediate size {weights.intermediate} is not a multiple of {words}")
     if not weights.group and weights.w13.zeros is not None:
         reasons.append("zero points of one scale per row are not copied ahead")
-    if weights.format.startswith("mx") and weights.dtype == torch.float16:
-        reasons.append("float16 activations of MX weights are two products, which only the small tiles do")
     return reasons
 
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layouts import wgmma_fragments
+from ..layouts import float16_scales, wgmma_fragments
 from ..layouts.nibbles import split_nibbles
 
 FORMATS = ("int4", "int8", "mxfp4", "mxfp8")
 
 # The power of two by which decoded MX products exceed the weight over its row's largest scale: wgmma_fragments.py
 # stores the largest scale as 254, that is 2**127, and dequantize.py gives e2m1 times 2**-126 and e4m3 times 2**-120.
+# For float16 the largest scale is 2**15, e2m1 is times 2**-14 and e4m3 times 2**-8.
 _MX_EXPONENT_EXCESS = {"mxfp4": 1, "mxfp8": 7}
 
 
@@ -59,6 +60,16 @@ _UNSHUFFLES = {
     "int4": wgmma_fragments.unshuffle_int4, "int8": wgmma_fragments.unshuffle_int8,
     "mxfp4": wgmma_fragments.unshuffle_e2m1, "mxfp8": wgmma_fragments.unshuffle_e4m3,
 }  # fmt: skip
+
+
+def _bits_option(format: str, dtype: torch.dtype) -> dict[str, bool]:
+    """The option of `_SHUFFLES` and `_UNSHUFFLES` for what MX codes are decoded to."""
+    return {"float16": True} if format.startswith("mx") and dtype == torch.float16 else {}
+
+
+def _top_scale(dtype: torch.dtype) -> int:
+    """What the largest MX scale of a row is stored as."""
+    return float16_scales.TOP if dtype == torch.float16 else 254
 
 
 def code_bits(format: str) -> int:
@@ -230,6 +241,9 @@ def pack_expert(weights: PackedWeights, which: str, expert: int, codes: torch.Te
 
     It needs memory for a few copies of the matrix's codes: four of int4, three of mxfp4, two of 8-bit codes.
     codes uint8 `[N, K * bits / 8]` (or float8_e4m3fn), scales `[N, K/g]`, zero_points uint8 `[N, K/g]`, bias `[N]`.
+    For float16, MX weights are exact where `float16_scales.row_spreads` is at most `float16_scales.MAX_SPREAD`. Others
+    are rounded to multiples of 2**-25 (mxfp4) or 2**-31 (mxfp8) of the row's largest scale, or, 30 binades below it, to
+    0. The caller refuses them.
     """
     matrix = weights.w13 if which == "w13" else weights.w2
     bits = code_bits(weights.format)
@@ -245,11 +259,11 @@ def pack_expert(weights: PackedWeights, which: str, expert: int, codes: torch.Te
     codes = interleave(codes.view(torch.uint8))
     scales = interleave(scales)
     target = matrix.codes[expert]
-    _SHUFFLES[weights.format](codes, target)
+    _SHUFFLES[weights.format](codes, target, **_bits_option(weights.format, weights.dtype))
     padding = (0, target.shape[0] * 64 - matrix.rows)
     if weights.format.startswith("mx"):
         assert matrix.scales is not None and matrix.row_scale is not None
-        words, largest = wgmma_fragments.shuffle_mx_scales(scales.view(torch.uint8))
+        words, largest = wgmma_fragments.shuffle_mx_scales(scales.view(torch.uint8), _top_scale(weights.dtype))
         matrix.scales[expert].copy_(words)
         factor = torch.exp2(largest.double() - 127 - _MX_EXPONENT_EXCESS[weights.format])
         matrix.row_scale[expert].copy_(factor.masked_fill(largest == 255, float("nan")))
@@ -265,19 +279,21 @@ def unpack_expert(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Inverse of `pack_expert`: canonical codes, scales, zero points and bias of one expert.
 
-    Group scales come back in `weights.dtype`, scales per row and biases in float32.
+    Group scales come back in `weights.dtype`, scales per row and biases in float32. For float16, MX scales that are 30
+    binades and more below the row's largest come back as 0.
     """
     matrix = weights.w13 if which == "w13" else weights.w2
     rows, columns = matrix.rows, matrix.columns
     restore = wgmma_fragments.deinterleave_gate_up if which == "w13" and weights.gated else torch.Tensor.contiguous
     stored = matrix.codes[expert]
-    codes = _UNSHUFFLES[weights.format](stored, rows, columns)
+    codes = _UNSHUFFLES[weights.format](stored, rows, columns, **_bits_option(weights.format, weights.dtype))
     factors = code_factors(weights.format, weights.dtype, stored.shape[0] * 64, stored.device)[:rows, None]
     if weights.format.startswith("mx"):
         assert matrix.scales is not None and matrix.row_scale is not None
         exponent = torch.log2(matrix.row_scale[expert].double()) + 127 + _MX_EXPONENT_EXCESS[weights.format]
         largest = exponent.nan_to_num(255.0).round().to(torch.uint8)
-        scales = wgmma_fragments.unshuffle_mx_scales(matrix.scales[expert], largest, rows, columns)
+        top = _top_scale(weights.dtype)
+        scales = wgmma_fragments.unshuffle_mx_scales(matrix.scales[expert], largest, rows, columns, top)
     elif weights.group:
         assert matrix.scales is not None
         scales = wgmma_fragments.unshuffle_group_scales(matrix.scales[expert], rows, weights.dtype)

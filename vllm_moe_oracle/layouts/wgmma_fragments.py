@@ -26,7 +26,16 @@ import torch
 
 from . import gate_up
 from .nibbles import join_nibbles, split_nibbles
-from .operand_bits import gather_e2m1, gather_e4m3, spread_e2m1, spread_e4m3
+from .operand_bits import (
+    gather_e2m1,
+    gather_e2m1_float16,
+    gather_e4m3,
+    gather_e4m3_float16,
+    spread_e2m1,
+    spread_e2m1_float16,
+    spread_e4m3,
+    spread_e4m3_float16,
+)
 
 CHUNK_ROWS = 64
 CHUNK_BYTES = 2048
@@ -94,8 +103,12 @@ def unshuffle_int4(shuffled: torch.Tensor, rows: int, columns: int) -> torch.Ten
     return join_nibbles(_matrix4(fragments, rows, columns))
 
 
-def shuffle_e2m1(codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Orders e2m1 codes, uint8 `[N, K/2]` low nibble first, into bit-permuted uint8 `[N/64, K/64, 2048]`."""
+def shuffle_e2m1(codes: torch.Tensor, out: torch.Tensor | None = None, *, float16: bool = False) -> torch.Tensor:
+    """Orders e2m1 codes, uint8 `[N, K/2]` low nibble first, into bit-permuted uint8 `[N/64, K/64, 2048]`.
+
+    float16: they are decoded to float16, not to bfloat16.
+    """
+    spread = spread_e2m1_float16 if float16 else spread_e2m1
     rows, columns, _ = chunk_shape(codes.shape[0], codes.shape[1] * 2, 4)
     shuffled = codes.new_empty((rows, columns, CHUNK_BYTES)) if out is None else out
     # In passes: temporaries are a small multiple of a pass.
@@ -104,14 +117,15 @@ def shuffle_e2m1(codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.
         blocks = chunk_shape(part.shape[0], columns, 4)[0]
         # A byte holds both parities.
         view = _pad_matrix(part, blocks * 64, columns * 32).view(blocks, 4, 2, 8, columns, 4, 2, 4)
-        words = spread_e2m1(view.permute(0, 4, 1, 3, 7, 5, 6, 2).reshape(-1, 4))
+        words = spread(view.permute(0, 4, 1, 3, 7, 5, 6, 2).reshape(-1, 4))
         shuffled[first : first + blocks] = words.view(blocks, columns, CHUNK_BYTES)
     return shuffled
 
 
-def unshuffle_e2m1(shuffled: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def unshuffle_e2m1(shuffled: torch.Tensor, rows: int, columns: int, *, float16: bool = False) -> torch.Tensor:
     """Inverse of `shuffle_e2m1`: uint8 `[rows, columns/2]`, low nibble first."""
-    four = gather_e2m1(shuffled.reshape(-1, 4)).view(*shuffled.shape[:2], 4, 8, 4, 4, 2, 2)
+    gather = gather_e2m1_float16 if float16 else gather_e2m1
+    four = gather(shuffled.reshape(-1, 4)).view(*shuffled.shape[:2], 4, 8, 4, 4, 2, 2)
     padded = four.permute(0, 2, 7, 3, 1, 5, 6, 4).reshape(shuffled.shape[0] * 64, shuffled.shape[1] * 32)
     return padded[:rows, : columns // 2].contiguous()
 
@@ -141,20 +155,22 @@ def unshuffle_int8(shuffled: torch.Tensor, rows: int, columns: int) -> torch.Ten
     return _matrix8(fragments, rows, columns)
 
 
-def shuffle_e4m3(codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Orders e4m3 codes, uint8 `[N, K]`, into bit-permuted uint8 `[N/64, K/32, 2048]`."""
+def shuffle_e4m3(codes: torch.Tensor, out: torch.Tensor | None = None, *, float16: bool = False) -> torch.Tensor:
+    """Orders e4m3 codes, uint8 `[N, K]`, into bit-permuted uint8 `[N/64, K/32, 2048]`; float16: see `shuffle_e2m1`."""
+    spread = spread_e4m3_float16 if float16 else spread_e4m3
     rows, columns, _ = chunk_shape(codes.shape[0], codes.shape[1], 8)
     shuffled = codes.new_empty((rows, columns, CHUNK_BYTES)) if out is None else out
     for first in range(0, rows, _CHUNKS_PER_PASS):
         part = _fragments8(codes[first * CHUNK_ROWS : (first + _CHUNKS_PER_PASS) * CHUNK_ROWS])
-        halves = spread_e4m3(part[..., 0], part[..., 1])
+        halves = spread(part[..., 0], part[..., 1])
         shuffled[first : first + part.shape[0]] = halves.view(part.shape[0], columns, CHUNK_BYTES)
     return shuffled
 
 
-def unshuffle_e4m3(shuffled: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def unshuffle_e4m3(shuffled: torch.Tensor, rows: int, columns: int, *, float16: bool = False) -> torch.Tensor:
     """Inverse of `shuffle_e4m3`: uint8 `[rows, columns]`."""
-    codes = torch.stack(gather_e4m3(shuffled.view(*shuffled.shape[:2], 4, 8, 4, 4, 2, 2)), dim=-1)
+    gather = gather_e4m3_float16 if float16 else gather_e4m3
+    codes = torch.stack(gather(shuffled.view(*shuffled.shape[:2], 4, 8, 4, 4, 2, 2)), dim=-1)
     return _matrix8(codes, rows, columns)
 
 
@@ -163,27 +179,32 @@ def mx_scale_shape(rows: int, columns: int) -> tuple[int, int, int]:
     return padded_rows(rows) // CHUNK_ROWS, -(-columns // 128), CHUNK_ROWS
 
 
-def shuffle_mx_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def shuffle_mx_scales(scales: torch.Tensor, top: int = 254) -> tuple[torch.Tensor, torch.Tensor]:
     """Rebases e8m0 scales, uint8 `[N, K/32]`, per row and orders them for the kernels.
 
     Returns int32 words `[N/64, K/128, 64]` (one word = the four scales of a row's 128 columns; rows in the order
     `[warp 4][g 8][half 2]`) and the rows' largest scales, uint8 `[N/64 * 64]`. A stored byte is `scale - largest +
-    254`, so no product of a weight and its scale leaves bfloat16's range, whatever the checkpoint's exponents are.
+    top`, so no product of a weight and its scale leaves bfloat16's range, whatever the checkpoint's exponents are, or
+    with a top of 30 float16's. A smaller top makes bytes that would be negative 0.
     """
     largest = scales.amax(dim=1)
-    rebased = (scales.to(torch.int16) - largest.to(torch.int16)[:, None] + 254).to(torch.uint8)
+    rebased = scales.to(torch.int16) - largest.to(torch.int16)[:, None] + top
+    rebased = (rebased if top == 254 else rebased.clamp(min=0)).to(torch.uint8)
     rows, blocks, _ = mx_scale_shape(scales.shape[0], scales.shape[1] * 32)
     padded = _pad_matrix(rebased, rows * 64, blocks * 4).view(rows, 4, 2, 8, blocks, 4)
     words = padded.permute(0, 4, 1, 3, 2, 5).contiguous().view(torch.int32).view(rows, blocks, CHUNK_ROWS)
     return words, torch.nn.functional.pad(largest, (0, rows * 64 - scales.shape[0]))
 
 
-def unshuffle_mx_scales(words: torch.Tensor, largest: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Inverse of `shuffle_mx_scales`: e8m0, uint8 `[rows, columns/32]`."""
+def unshuffle_mx_scales(
+    words: torch.Tensor, largest: torch.Tensor, rows: int, columns: int, top: int = 254
+) -> torch.Tensor:
+    """Inverse of `shuffle_mx_scales`: e8m0, uint8 `[rows, columns/32]`; 0 for what a smaller top made 0."""
     fragments = words.contiguous().view(torch.uint8).view(words.shape[0], words.shape[1], 4, 8, 2, 4)
     padded = fragments.permute(0, 2, 4, 3, 1, 5).reshape(words.shape[0] * 64, words.shape[1] * 4)
     rebased = padded[:rows, : columns // 32].to(torch.int16)
-    return (rebased + largest[:rows].to(torch.int16)[:, None] - 254).to(torch.uint8)
+    scales = rebased + largest[:rows].to(torch.int16)[:, None] - top
+    return (scales if top == 254 else scales.masked_fill(rebased == 0, 0)).to(torch.uint8)
 
 
 def group_scale_shape(rows: int, groups: int) -> tuple[int, int, int]:
