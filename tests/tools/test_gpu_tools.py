@@ -40,9 +40,7 @@ def test_what_is_said_of_the_tile_rule_is_what_was_measured() -> None:
     assert words in said
 
 
-@pytest.mark.parametrize(
-    ("file", "what"), [("tile-rule-3", " calls of 4 to 4096 tokens"), ("tile-rule-4", " calls")]
-)
+@pytest.mark.parametrize(("file", "what"), [("tile-rule-3", " calls of 4 to 4096 tokens"), ("tile-rule-4", " calls")])
 def test_tiles_of_few_experts_were_measured_as_they_are_chosen(file: str, what: str) -> None:
     kept = []
     for row in json.loads((DATA / f"{file}.json").read_text())["rows"]:
