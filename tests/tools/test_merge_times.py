@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ from tests.lib.samples import measured_card
 from tests.tools import kernel_choices, merge_times
 from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
 from vllm_moe_oracle.measurements import lookup, model_shapes, profile
+from vllm_moe_oracle.measurements.bench_records import STOCK_DEFAULT
 from vllm_moe_oracle.measurements.kernel_shape import KernelShape, Sample, kernel_shape_of
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.settings import Settings
@@ -88,3 +91,16 @@ def test_a_better_tile_belongs_to_one_gpu() -> None:
         )
     own = merge_times.merged(h100, h100.environment, {shape: [msgspec.structs.replace(new, tile="")]})
     assert (name, "uniform", 1024) not in by_key(kernel_choices.without_changed(own, stale), shape)
+
+
+def test_the_page_says_how_many_layers_are_shipped() -> None:
+    page = (Path(__file__).parents[2] / "vllm_moe_oracle/measuring/README.md").read_text()
+    for path in profile.SHIPPED_FOLDER.glob("nvidia_*.json"):
+        assert re.search(rf"\| `{path.name}` \|.*\| {len(profile.read(path).entries)}: ", page), path.name
+    timed, failed = [], []
+    for name in ("stock_nvidia_h200", "stock_nvidia_h100_80gb_hbm3"):
+        entries = profile.read(profile.SHIPPED_FOLDER / f"{name}.json").entries
+        timed.append(sum(bool(each.backends[STOCK_DEFAULT].times) for each in entries))
+        failed.append(len(entries) - timed[-1])
+    said = "of {} and {} layers, and why stock's layer failed in {} and {} more".format(*timed, *failed)
+    assert said in " ".join(page.split())
