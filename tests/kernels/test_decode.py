@@ -22,7 +22,7 @@ from vllm_moe_oracle.kernels import dequantize  # noqa: E402
 from vllm_moe_oracle.kernels import weights as kernel_weights  # noqa: E402
 from vllm_moe_oracle.kernels.weights import PackedMatrix, PackedWeights  # noqa: E402
 from vllm_moe_oracle.layouts import wgmma_fragments  # noqa: E402
-from vllm_moe_oracle.layouts.float16_scales import MAX_SPREAD, row_spreads  # noqa: E402
+from vllm_moe_oracle.layouts.float16_scales import MAX_SPREAD  # noqa: E402
 
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 Words = np.ndarray
@@ -335,14 +335,12 @@ def test_float16_is_exact_down_to_the_last_scale(format: str, largest: int) -> N
     """All codes under every scale that is allowed, subnormal ones of e4m3 and negative zeros among them."""
     scales = torch.arange(largest - MAX_SPREAD[format], largest + 1).to(torch.uint8)
     weights, codes = float16_layer(format, scales)
-    assert int(row_spreads(format, codes, scales.expand(64, -1)).max()) == MAX_SPREAD[format]
     expected = canonical(weights, weights.w13, codes, scales.expand(64, -1), None, False)
     for by_products in (False, True):
         assert np.array_equal(multiplied(weights, weights.w13, False, by_products), expected)
     # One binade more loses the last bit of the smallest codes.
     weights, codes = float16_layer(format, torch.cat([scales[:1] - 1, scales]))
     spread = torch.cat([scales[:1] - 1, scales]).expand(64, -1)
-    assert int(row_spreads(format, codes, spread).max()) == MAX_SPREAD[format] + 1
     lost = multiplied(weights, weights.w13, False, False) - canonical(weights, weights.w13, codes, spread, None, False)
     unit = 2.0 ** (largest - 127 - {"mxfp4": 25, "mxfp8": 31}[format])
     assert lost[:, :32].any() and not lost[:, 32:].any() and np.abs(lost).max() <= unit / 2
@@ -350,7 +348,7 @@ def test_float16_is_exact_down_to_the_last_scale(format: str, largest: int) -> N
 
 @pytest.mark.parametrize("format", ["mxfp4", "mxfp8"])
 def test_scales_far_below_the_largest_become_zero_in_float16(format: str) -> None:
-    """From the largest to the smallest e8m0 number: what is refused (`hopper_*`) is still no other weight."""
+    """From the largest to the smallest e8m0 number: what float16 cannot hold is still no other weight."""
     scales = torch.tensor([0, 30, 223, 224, 225, 226, 254], dtype=torch.uint8)
     weights, codes = float16_layer(format, scales)
     found = multiplied(weights, weights.w13, False, True).reshape(64, -1, 32)
@@ -365,7 +363,6 @@ def test_blocks_of_zeros_may_have_any_scale_in_float16() -> None:
     for format, mask in (("mxfp4", 0x88), ("mxfp8", 0x80)):
         weights, codes = float16_layer(format, scales[0])
         codes[:, : codes.shape[1] // 3] &= mask  # signs alone
-        assert int(row_spreads(format, codes, scales).max()) == 1
         kernel_weights.pack_expert(weights, "w13", 0, codes, scales)
         expected = canonical(weights, weights.w13, codes, scales, None, False)
         assert np.array_equal(multiplied(weights, weights.w13, False, False), expected)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.activations import ACTIVATIONS
 from ..core.capabilities import Capabilities, Rule
-from ..core.decision import ShardPlan
+from ..core.decision import Numerics, ShardPlan
 from ..core.problem import ActivationPrecision, Device, Problem
 from ..core.sharding import loaded_group_size
+from ..layouts.float16_scales import MAX_SPREAD
 from ._contract import MAX_CHECK_TOKENS, Adapters, Backend, Builder, Tensors
 from ._hopper_warmup import MAX_LOADING_WORKSPACE, token_counts, warm_up
 from ._lora import LORA_RULES
@@ -206,36 +207,6 @@ class _LayerLaunches:
         return max(self._layout(tokens).nbytes, *(nbytes for at, nbytes in self._peaks if at <= tokens), 0)
 
 
-def float16_refusal(format: str, expert: Tensors, problem: Problem) -> str:
-    """Why the kernels cannot hold an expert's MX weights in float16; "" if they can, and for bfloat16.
-
-    They multiply weights by their blocks' scales in float16, exactly or not at all (`layouts.float16_scales`).
-    """
-    if problem.dtype != "float16":
-        return ""
-    import torch
-
-    from ..layouts.float16_scales import MAX_SPREAD, row_spreads
-
-    most = MAX_SPREAD[format]
-    names = ("w13", "w2")
-    scales = {name: expert[f"{name}_scale"].view(torch.uint8) for name in names}
-    # Both matrices in one answer: each makes the host wait for the GPU. Few layers need their codes read.
-    if not torch.cat([each.amax(-1) - each.amin(-1) for each in scales.values()]).gt(most).any():
-        return ""
-    for name in names:
-        spreads = row_spreads(format, expert[name], scales[name])
-        row = int(spreads.argmax())
-        if spreads[row] > most:
-            return (
-                f"row {row} of {name} has scales of numbers other than zero {int(spreads[row])} binades below its "
-                f"largest, 2**{int(scales[name][row].max()) - 127}, and float16 holds every weight exactly within "
-                f"{most}; {int((spreads > most).sum())} of {len(spreads)} rows of this matrix are so. With "
-                f"--dtype bfloat16 the kernels take such weights"
-            )
-    return ""
-
-
 class HopperBackend(Backend):
     """Experts over `vllm_moe_oracle.kernels.fused_moe`; a subclass names the weight format and its limits."""
 
@@ -253,6 +224,14 @@ class HopperBackend(Backend):
     def why_not_batched(self, problem: Problem) -> str:
         """Why a layer in the batched format gets these kernels by name alone; "" where vLLM has none for it."""
         return BATCHED_UNKNOWN
+
+    def numerics(self, problem: Problem) -> Numerics:
+        """What it computes with. float16 holds MX weights exactly only within some binades of a row's largest scale."""
+        found = super().numerics(problem)
+        if problem.dtype != "float16" or problem.scheme.name not in MAX_SPREAD:
+            return found
+        exact = f"exact within {MAX_SPREAD[problem.scheme.name]} binades of a row's largest scale"
+        return Numerics(f"converted to float16 and scaled in float16, {exact}", found.activations, found.accumulate)
 
     def weight_format(self, problem: Problem) -> str:
         """The kernels' name of the layer's weight format."""

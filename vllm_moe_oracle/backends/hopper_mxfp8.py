@@ -6,8 +6,7 @@ import dataclasses
 
 from ..core.decision import Numerics
 from ..core.problem import MX_BLOCK, Problem
-from ._contract import Tensors
-from ._hopper import CAPABILITIES, HopperBackend, float16_refusal
+from ._hopper import CAPABILITIES, HopperBackend
 
 
 class HopperMxfp8(HopperBackend):
@@ -16,16 +15,12 @@ class HopperMxfp8(HopperBackend):
     name = "hopper_mxfp8"
     schemes = ("mxfp8",)
     capabilities = dataclasses.replace(CAPABILITIES, bits=(8,), groups=(MX_BLOCK,))
-    # Exact: float16 weights with too wide scales are refused, bfloat16 holds any spread but the very widest.
+    # Exact up to a row's spread of scales that the dtype can hold; `HopperBackend.numerics` says float16's.
     arithmetic = Numerics("converted exactly to {dtype} and scaled in {dtype}", "left in {dtype}")
 
     def why_not_batched(self, problem: Problem) -> str:
         """vLLM has no kernels for MXFP8 in this format on Hopper."""
         return ""
-
-    def validate_weights(self, expert: Tensors, problem: Problem) -> str:
-        """Where float16 cannot hold the weights."""
-        return float16_refusal("mxfp8", expert, problem)
 
 
 BACKEND = HopperMxfp8()

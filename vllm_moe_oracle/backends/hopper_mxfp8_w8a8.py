@@ -6,8 +6,7 @@ import dataclasses
 
 from ..core.decision import Numerics
 from ..core.problem import Problem
-from ._contract import Tensors
-from ._hopper import HopperBackend, float16_refusal
+from ._hopper import HopperBackend
 from .hopper_mxfp8 import HopperMxfp8
 
 
@@ -30,10 +29,6 @@ class HopperMxfp8W8A8(HopperBackend):
     def tiles(self, problem: Problem, tokens: int, most: int) -> tuple[str, ...]:
         """None: it is taken for its numbers, by name, and then with its own choice."""
         return ()
-
-    def validate_weights(self, expert: Tensors, problem: Problem) -> str:
-        """Where float16 cannot hold the weights."""
-        return float16_refusal("mxfp8", expert, problem)
 
 
 BACKEND = HopperMxfp8W8A8()

@@ -241,9 +241,8 @@ def pack_expert(weights: PackedWeights, which: str, expert: int, codes: torch.Te
 
     It needs memory for a few copies of the matrix's codes: four of int4, three of mxfp4, two of 8-bit codes.
     codes uint8 `[N, K * bits / 8]` (or float8_e4m3fn), scales `[N, K/g]`, zero_points uint8 `[N, K/g]`, bias `[N]`.
-    For float16, MX weights are exact where `float16_scales.row_spreads` is at most `float16_scales.MAX_SPREAD`. Others
-    are rounded to multiples of 2**-25 (mxfp4) or 2**-31 (mxfp8) of the row's largest scale, or, 30 binades below it, to
-    0. The caller refuses them.
+    For float16, MX weights are exact down to scales `float16_scales.MAX_SPREAD` binades below the row's largest. Others
+    are rounded to multiples of 2**-25 (mxfp4) or 2**-31 (mxfp8) of it, or, 30 binades below it, to 0.
     """
     matrix = weights.w13 if which == "w13" else weights.w2
     bits = code_bits(weights.format)
