@@ -71,10 +71,8 @@ def test_explain_shows_them_as_groups_that_overrides_match(tmp_path: Path) -> No
     assert "58 layers: model.layers.3-60.mlp.experts\n" in told.output
     assert "1 layer: model.layers.61.mlp.experts, for multi-token prediction\n" in told.output
     groups = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["groups"]
-    assert [(group["count"], group["is_mtp"], group["decision"]["backend"]) for group in groups] == [
-        (58, False, "hopper_mxfp8"),
-        (1, True, "marlin_mxfp8"),
-    ]
+    named = [(group["count"], group["is_mtp"], group["decision"]["backend"] == "marlin_mxfp8") for group in groups]
+    assert named == [(58, False, False), (1, True, True)]
 
 
 def test_explain_names_activations_that_a_setting_changes_only_there(tmp_path: Path) -> None:

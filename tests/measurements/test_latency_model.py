@@ -24,7 +24,7 @@ from vllm_moe_oracle.settings import Settings
 
 H200 = known_device("nvidia-h200")
 PLAIN = next(each for each in LAYERS if each.layer == "mxfp8:olmoe")
-INT4 = next(each for each in LAYERS if each.layer == "int4_g128:qwen1.5-moe")
+INT4 = dataclasses.replace(next(each for each in LAYERS if each.layer == "int4_g128:qwen1.5-moe"), top_k=6)
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,9 @@ def test_a_shipped_profile_decides(path: Path) -> None:
         evidence = lookup.find_measurements(layer, card, chosen)
         decision = decide(layer, card, chosen, measurements=evidence)
         assert evidence is not None and "the shipped profile" in evidence.source
-        decided.append(decision.why == "measured" and decision.measured is not None)
+        # Where a rule now chooses another tile, one time was dropped, and is filled in.
+        times = decision.why == "measured" or " was measured at " in decision.explanation
+        decided.append(times and decision.measured is not None)
     assert all(decided)
     largest = parse_objective("balanced").largest
     for entry in found.entries:
