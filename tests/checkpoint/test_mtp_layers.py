@@ -65,14 +65,17 @@ def test_an_invalid_number_is_refused(value: Any, tmp_path: Path) -> None:
 
 def test_explain_shows_them_as_groups_that_overrides_match(tmp_path: Path) -> None:
     file = str(written(tmp_path, "deepseek-v3", num_nextn_predict_layers=1))
-    words = ["explain", file, "--device", "nvidia-h200", "--set", r"overrides=re:layers\.61\.=marlin"]
+    words = ["explain", file, "--device", "nvidia-h200", "--set", "backend=humming"]
+    words += ["--set", r"overrides=re:layers\.61\.=marlin"]
     told = CliRunner().invoke(app, words)
     assert told.exit_code == 0, told.output
     assert "58 layers: model.layers.3-60.mlp.experts\n" in told.output
     assert "1 layer: model.layers.61.mlp.experts, for multi-token prediction\n" in told.output
     groups = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["groups"]
-    named = [(group["count"], group["is_mtp"], group["decision"]["backend"] == "marlin_mxfp8") for group in groups]
-    assert named == [(58, False, False), (1, True, True)]
+    assert [(group["count"], group["is_mtp"], group["decision"]["backend"]) for group in groups] == [
+        (58, False, "humming_mxfp8"),
+        (1, True, "marlin_mxfp8"),
+    ]
 
 
 def test_explain_names_activations_that_a_setting_changes_only_there(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def self_check() -> str:
         shown = [f"{costs['thread_seconds']:.2f} s", f"{costs['mebibytes']:.0f} MiB"] if costs else ["", ""]
         lines.append(f"| {name} | {each['seeds']} | {each['refused']} | {each['worst']:.0%} | {' | '.join(shown)} |")
     checks, refused = (sum(each[key] for each in seeds.values()) for key in ("seeds", "refused"))
-    devices = dict.fromkeys(held[f"{part}, cpu"]["device"] for part in ("faults", "seeds", "price"))
+    devices = [f"{part} on {held[f'{part}, cpu']['device']}" for part in ("faults", "seeds", "price")]
     lines += [
         "",
         f"{checks} checks of right backends, {refused} of them refused{_bound(checks, refused)}; {', '.join(devices)}.",

@@ -14,10 +14,10 @@ from typing import Any
 from tests.lib import golden_files
 from tests.lib.readme_sections import paragraph
 from tests.tools.kernel_tables import OURS
-from vllm_moe_oracle.measurements.bench_records import STOCK_PREFIX
+from vllm_moe_oracle.measurements.bench_records import PEER_PREFIX, STOCK_DEFAULT
 from vllm_moe_oracle.measuring.peers import LISTED
 
-NAMES = {f"{STOCK_PREFIX}auto": "stock"}
+NAMES = {STOCK_DEFAULT: "stock"}
 """What the table calls a layer that is no backend."""
 
 
@@ -81,7 +81,7 @@ def failures(records: Sequence[dict[str, Any]]) -> list[str]:
     found: dict[tuple[str, str], str] = {}
     for record in records:
         for name, reason in record.get("failures", {}).items():
-            if name.startswith("peer:"):
+            if name.startswith(PEER_PREFIX):
                 found.setdefault((record["layer"]["name"], name), reason)
     return [f"{layer}, {name}: {reason}" for (layer, name), reason in found.items()]
 

@@ -1,5 +1,6 @@
-"""Renews the kernels' fingerprint in shipped profiles: ``python -m tests.tools.restamp_profiles [BEFORE.json
-AFTER.json]``.
+"""Renews the kernels' fingerprint in shipped profiles and the latency model.
+
+    python -m tests.tools.restamp_profiles [BEFORE.json AFTER.json]
 
 A profile's figures of our kernels count only for the kernel sources that were measured (`kernel_sources_hash`). After a
 change that does not change what is compiled, such as a rename, the profiles may take the new fingerprint: BEFORE and
@@ -22,7 +23,8 @@ from vllm_moe_oracle.measurements.environment import kernel_sources_hash
 PROFILES = Path(__file__).resolve().parents[2] / "vllm_moe_oracle" / "profiles"
 FLOAT16_CALL = re.compile(r": float16, \d+$")
 FLOAT16_LAYER = re.compile(r'"dtype": ?"float16"')
-FINGERPRINT = re.compile(r'(^"environment": .*"kernels": ?)"[0-9a-f]{16}"', re.MULTILINE)
+FINGERPRINT = re.compile(r'(^ *"environment": ?\{(?:[^{}]|\{[^{}]*\})*?"kernels": ?)"[0-9a-f]{16}"', re.MULTILINE)
+"""In the first object of that name at the start of a line, in the form of the profiles and in that of the model."""
 
 
 def restamped(text: str, fingerprint: str) -> str:

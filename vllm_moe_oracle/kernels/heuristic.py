@@ -179,6 +179,7 @@ def _few_experts_config(weights: PackedWeights, load: Load) -> LaunchConfig:
     (`tests/golden/h100/tile-rule-4.json`).
     """
     programs = load.active * -(-weights.hidden // 128)
+    # 80 programs are slower so, 0.77 and 0.90; 96 and 128 as fast and 1.06 to 1.23 times as fast.
     if code_bits(weights.format) == 4 and 58 < load.rows <= 72 and programs >= 90:
         down = TileConfig(80, 128, 128, num_warps=8, num_stages=3)
         return LaunchConfig(TileConfig(80, 128, 64, num_stages=3) if weights.format == "int4" else down, down)
