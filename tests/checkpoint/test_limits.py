@@ -192,6 +192,6 @@ def test_encodings_that_vllm_does_not_read_are_refused(encoding: str, tmp_path: 
 
 
 def test_a_name_that_no_file_can_have_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot be a path: File name too long") as caught:
+    with pytest.raises(CheckpointError, match="cannot be read: File name too long") as caught:
         read_checkpoint(tmp_path / ("x" * 300))
     assert caught.value.where.startswith(str(tmp_path))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.lib import checkpoints, vllm_runner
 from tests.lib.served import Results, job
@@ -33,6 +35,15 @@ def spoiled(tensor: torch.Tensor, byte: int, place: tuple[int, int]) -> torch.Te
     codes = tensor.clone().view(torch.uint8)
     codes[place] = byte
     return codes.view(tensor.dtype)
+
+
+def with_second_file(source: Path, target: Path, name: str, added: int) -> Path:
+    """A copy of a checkpoint with a second file that holds one of its tensors again, `added` to its first byte."""
+    shutil.copytree(source, target)
+    tensor = load_file(source / "model.safetensors")[name]
+    tensor.view(torch.uint8).view(-1)[0] += added
+    save_file({name: tensor}, target / "model-2.safetensors", metadata={"format": "pt"})
+    return target
 
 
 FAULTS = {
@@ -106,6 +117,8 @@ def outcomes(folder: Path) -> Results:
     for number, (name, (change, _)) in enumerate(FAULTS.items()):
         path = checkpoints.rewrite_tensors(plain, folder / str(number), change)
         made[name] = job(path, "bfloat16", 1)
+    path = with_second_file(plain, folder / "second", EXPERT + "up_proj.weight", 1)
+    made["second file"] = job(path, "bfloat16", 1)
     plain = checkpoints.write_checkpoint(folder / "16bit", format="bf16")
     for number, (name, (change, _)) in enumerate(ONLINE_FAULTS.items()):
         path = checkpoints.rewrite_tensors(plain, folder / f"online{number}", change)
@@ -118,6 +131,8 @@ def outcomes(folder: Path) -> Results:
     for name in BIASES:
         path = checkpoints.rewrite_tensors(plain, folder / name, without(f"{LAYER}.{name}"))
         made[name] = job(path, "bfloat16", 1)
+    made["two files"] = job(with_second_file(plain, folder / "two", f"{LAYER}.down_proj_scales", 1), "bfloat16", 1)
+    made["equal files"] = job(with_second_file(plain, folder / "equal", f"{LAYER}.down_proj_scales", 0), "bfloat16", 1)
     return vllm_runner.run("run_generate.py", made, folder)
 
 
@@ -144,6 +159,19 @@ def test_biases_that_the_model_has_and_the_file_lacks(outcomes: Results, name: s
     error = outcomes[name]["error"]
     assert f"{LAYER}: 1024 of 1024 biases in {BIASES[name]} are NaN or infinite" in error
     assert "local expert 0" in error and "one was never loaded" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("second file", "w13_weight, expert 3, w3"), ("two files", "w2_weight_scale")],
+)
+def test_a_tensor_that_two_files_hold_with_different_values(outcomes: Results, name: str, place: str) -> None:
+    error = outcomes[name]["error"]
+    assert LAYER in error and f".{place}: the checkpoint has two tensors for it, with different values" in error
+
+
+def test_a_tensor_that_two_files_hold_alike(outcomes: Results) -> None:
+    assert "error" not in outcomes["equal files"]
 
 
 def test_a_model_with_its_own_loader_is_not_quantized_online(outcomes: Results) -> None:

@@ -80,6 +80,7 @@ LAYERS = (
     layer_of("mxfp4:gpt-oss-20b@ep2", GPT_OSS, 32, 4, 2880, 2880, ep=2, activation=SWIGLUOAI, has_bias=True),
     layer_of("int8_channel:qwen3-30b-a3b", integers(8, -1), 128, 8, 2048, 768),
     layer_of("mxfp8:qwen3-30b-a3b fp16", MXFP8, 128, 8, 2048, 768, dtype="float16"),
+    layer_of("mxfp4:qwen3-30b-a3b fp16", MXFP4, 128, 8, 2048, 768, dtype="float16"),
     layer_of("mxfp4:qwen3-235b-a22b@tp4", MXFP4, 128, 8, 4096, 384, tp=4),
     layer_of("awq:mixtral-8x22b@tp4", AWQ, 8, 2, 6144, 4096, tp=4),
     layer_of("int4_g128:qwen3-coder-480b@ep8", INT4, 160, 8, 6144, 2560, ep=8),

@@ -496,11 +496,19 @@ def test_a_stock_layer_that_cannot_be_built_is_a_failure(backends: Callable[...,
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{}", "rubbish", '{"conditions": {}}', '{"conditions": {"environment": {"gpu": "x"}, "routing": "uniform"}}'],
+    [
+        "",
+        "{}",
+        "\n\n",
+        "[]",
+        "rubbish",
+        '{"conditions": {}}',
+        '{"conditions": {"environment": {"gpu": "x"}, "routing": 1}}',
+    ],
 )
 def test_invalid_benchmark_files_are_not_imported(tmp_path: Path, text: str) -> None:
     (tmp_path / "b.jsonl").write_text(text)
-    with pytest.raises(MeasurementError, match="is not a file of bench records"):
+    with pytest.raises(MeasurementError, match=r"is not a file of bench records: (?!KeyError|.*unpack)"):
         bench_records.read_samples(tmp_path / "b.jsonl")
 
 

@@ -78,6 +78,22 @@ def test_what_the_loader_itself_raises_is_raised() -> None:
         loader(Layer().w13_weight, torch.ones(32, 64).to(torch.float8_e4m3fn), "experts.w13_weight", "w1", 0)
 
 
+def test_two_tensors_for_one_place_are_an_error_where_they_differ() -> None:
+    """Of a tensor that is in two files, vLLM's loader keeps the last."""
+    layer = Layer()
+    loader = weight_loading.validating_loader(layer.weight_loader, PROBLEM, RankGroup())
+    ones = torch.ones(64, 64).to(torch.float8_e4m3fn)
+    other = ones.clone()
+    other.view(torch.uint8)[31, 63] ^= 1  # the last element of this rank's half
+    for expert in (1, 2, 1):
+        loader(layer.w13_weight, ones, "experts.w13_weight", "w1", expert)
+    with pytest.raises(CheckpointError, match="two tensors for it, with different values") as caught:
+        loader(layer.w13_weight, other, "experts.w13_weight", "w1", 2)
+    assert f"{PROBLEM.layer}, experts.w13_weight, expert 2, w1: " in str(caught.value)
+    reloaded = torch.nn.Parameter(layer.w13_weight.data.clone(), requires_grad=False)  # as vLLM's reload does
+    loader(reloaded, other, "experts.w13_weight", "w1", 2)
+
+
 MXFP4 = dataclasses.replace(PROBLEM, scheme=Scheme("mxfp4", 4, 32, "gpt_oss"), intermediate_size=64,
                             ragged_intermediate_size=96)  # fmt: skip
 

@@ -58,10 +58,7 @@ def read_checkpoint(path: Path | str) -> CheckpointFiles:
 
 
 def _read_checkpoint(path: Path) -> CheckpointFiles:
-    with boundary(
-        CheckpointError, "cannot be a path", where=str(path)
-    ):  # a name that is too long, or holds a null byte
-        found = path.exists()
+    found = path.exists()
     if not found and is_hub_name(str(path)) and (snapshot := cached_snapshot(str(path))) is not None:
         return _read_checkpoint(snapshot)
     if not found:

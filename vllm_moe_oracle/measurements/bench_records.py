@@ -32,6 +32,19 @@ PEER_PREFIX = "peer:"
 _REMEDY = "Make them with: vllm-moe-oracle bench --jsonl FILE"
 
 
+class _Conditions(msgspec.Struct, frozen=True):
+    """Of the first line's conditions, those that samples need."""
+
+    environment: Environment
+    command: str
+    method: str
+    routing: str
+
+
+class _FirstLine(msgspec.Struct, frozen=True):
+    conditions: _Conditions
+
+
 class BenchChoice(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the oracle chose when the benchmark ran.
 
@@ -153,10 +166,9 @@ def read_samples(path: Path) -> tuple[Environment, dict[str, str], dict[KernelSh
     where = str(path)
     data = read_limited(path)
     with boundary(MeasurementError, "is not a file of bench records", _REMEDY, where):
-        head, *lines = data.splitlines()
-        conditions = msgspec.json.decode(head)["conditions"]
-        environment = msgspec.convert(conditions["environment"], Environment)
-        how = {name: str(conditions[name]) for name in ("command", "method")}
+        head, _, rest = data.partition(b"\n")
+        conditions = msgspec.json.decode(head, type=_FirstLine).conditions
+        environment, lines = conditions.environment, rest.splitlines()
         found: dict[KernelShape, list[Sample]] = {}
         for number, line in enumerate(lines):
             try:
@@ -167,11 +179,11 @@ def read_samples(path: Path) -> tuple[Environment, dict[str, str], dict[KernelSh
                 if number + 1 == len(lines):
                     break
                 raise
-            found.setdefault(record.kernel_shape, []).extend(record.samples(conditions["routing"]))
+            found.setdefault(record.kernel_shape, []).extend(record.samples(conditions.routing))
     if not environment.is_valid:
         raise MeasurementError("has an invalid environment", where=where)
     if not all(shape.is_valid for shape in found):
         raise MeasurementError("has an invalid layer", where=where)
     if invalid := [each for samples in found.values() for each in samples if not each.is_valid]:
         raise MeasurementError(f"has an invalid measurement: {invalid[0]}", where=where)
-    return environment, how, found
+    return environment, {"command": conditions.command, "method": conditions.method}, found

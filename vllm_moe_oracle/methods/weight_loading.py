@@ -1,15 +1,17 @@
 """Validation of a checkpoint's tensors before vLLM's loader copies them.
 
-The loader's copy converts dtypes and broadcasts shapes silently, and a parameter that is never loaded keeps what its
-memory held. So the loader checks dtype and shape first, and a parameter's memory is filled with a sentinel: a byte that
-no checkpoint holds. It is filled when the layer is made, and again when vLLM allocates new memory, in a layer-wise
-reload and in online quantization. The sentinel is an attribute of the parameter, which vLLM copies.
+The loader's copy converts dtypes and broadcasts shapes silently; of two tensors for one place the last counts; and a
+parameter that is never loaded keeps what its memory held. So the loader checks dtype and shape first, and that nothing
+is loaded over other values. A parameter's memory is filled with a sentinel: a byte that no checkpoint holds. It is
+filled when the layer is made, and again when vLLM allocates new memory, in a layer-wise reload and in online
+quantization. The sentinel is an attribute of the parameter, which vLLM copies.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,9 @@ _filled: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters whose memory holds nothing by chance: it has been filled, or was zeros when the layer was made. Keyed by
 the object, because vLLM copies attributes to new parameters."""
 
+_loaded_places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Places of a parameter that a tensor was loaded into, as (name, shard, expert); without expert: all of them."""
+
 
 def validating_loader(loader: Callable[..., Any], problem: Problem, group: rank_sync.RankGroup) -> Callable[..., Any]:
     """A layer's weight loader that validates each tensor first.
@@ -55,9 +60,42 @@ def validating_loader(loader: Callable[..., Any], problem: Problem, group: rank_
     ) -> Any:
         with rank_sync.notify_on_failure(group, topic):
             fill_once(param)
-            return load(param, validated_tensor(param, loaded_weight, problem, *args, **kwargs), *args, **kwargs)
+            tensor = validated_tensor(param, loaded_weight, problem, *args, **kwargs)
+            with _no_other_values(param, problem, *args, **kwargs):
+                return load(param, tensor, *args, **kwargs)
 
     return _around(loader, load_validated)
+
+
+@contextlib.contextmanager
+def _no_other_values(
+    parameter: nn.Parameter,
+    problem: Problem,
+    weight_name: str = "",
+    shard_id: str | None = "",
+    expert_id: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Iterator[None]:
+    """Raises where the load in its body changes a place that was loaded before; arguments as `validated_tensor` has.
+
+    Raises:
+        CheckpointError: two of the checkpoint's tensors are for one place, and differ.
+    """
+    if parameter.is_meta:
+        yield
+        return
+    place = (weight_name, shard_id, expert_id)
+    if parameter not in _loaded_places:
+        _loaded_places[parameter] = set()
+    places: set[tuple[str, str | None, int | None]] = _loaded_places[parameter]
+    before = parameter.data.clone() if place in places else None
+    yield
+    places.add(place)
+    if before is not None and not torch.equal(before.view(torch.uint8), parameter.data.view(torch.uint8)):
+        where = _place_words(problem, *place)
+        rule = "the checkpoint has two tensors for it, with different values"
+        raise CheckpointError(rule, "Remove the file that does not belong to the model", where)
 
 
 def filling_loader(loader: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,8 +151,7 @@ def validated_tensor(
     Raises:
         CheckpointError: another dtype or shape.
     """
-    expert = "" if expert_id is None else f"expert {expert_id}"
-    where = ", ".join(each for each in (problem.layer, weight_name, expert, shard_id) if each)
+    where = _place_words(problem, weight_name, shard_id, expert_id)
     if parameter.dtype == torch.uint8:
         tensor = packed_bytes(tensor, is_scale="scale" in weight_name.rpartition(".")[2])
     both_wide_floats = (
@@ -137,6 +174,12 @@ def validated_tensor(
         rule = f"an expert's tensor has shape {list(tensor.shape)}, expected {list(expected)}"
         raise CheckpointError(rule, SHAPE_REMEDY, where)
     return tensor
+
+
+def _place_words(problem: Problem, weight_name: str, shard_id: str | None, expert_id: int | None) -> str:
+    """A place of a parameter, for messages."""
+    expert = "" if expert_id is None else f"expert {expert_id}"
+    return ", ".join(each for each in (problem.layer, weight_name, expert, shard_id) if each)
 
 
 def _expert_shape(parameter: nn.Parameter, problem: Problem, shard_id: str) -> tuple[int, ...] | None:

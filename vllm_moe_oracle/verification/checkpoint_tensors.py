@@ -69,10 +69,13 @@ class TensorFiles:
         self.folder = folder
         self._open = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
-        paths = _files_of(folder)
-        self.identity = tuple((path.name, path.stat().st_size) for path in paths)
+        with boundary(CheckpointError, "cannot be read", where=str(folder)):
+            paths = _files_of(folder)
+            self.identity = tuple((path.name, path.stat().st_size) for path in paths)
         try:
             for path in paths:
+                with boundary(CheckpointError, "cannot be read", where=str(path)):
+                    path.open("rb").close()  # `safe_open` says of every file that it cannot open that there is none
                 remedy = "Fetch the file itself again (git lfs pull, or hf download)"
                 with boundary(CheckpointError, "is damaged, or no safetensors file", remedy, str(path)):
                     file = self._open.enter_context(safe_open(path, framework="pt"))

@@ -309,7 +309,9 @@ def _check_options(path: str, ranks: Ranks, eplb: bool, strategy: str) -> bool:
 def _resolve_device(word: str) -> Device:
     if word == "auto":
         return detect.detect()
-    if word not in catalog.known_device_names() and (word.endswith(".json") or "/" in word or Path(word).is_file()):
+    # Not `Path.is_file`, which raises where the current folder may not be entered.
+    is_file = word.endswith(".json") or "/" in word or os.path.isfile(word)
+    if word not in catalog.known_device_names() and is_file:
         return catalog.load_device(Path(word))
     try:
         return catalog.known_device(word)

@@ -8,6 +8,7 @@ a single layer, each with its reason.
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ def discover(
     Raises:
         MeasurementError: the folder does not exist, or a peer's file is incomplete.
     """
-    if folder is not None and not folder.is_dir():
+    if folder is not None and not os.path.isdir(folder):
         raise MeasurementError("is not a folder", "Name the folder that holds the packages of peers", str(folder))
     registry, versions, skipped = Registry(), {}, {}
     for each in peer_classes() if classes is None else classes:
