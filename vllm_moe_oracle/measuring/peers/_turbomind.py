@@ -1,10 +1,10 @@
 """LMDeploy's TurboMind (``lmdeploy`` 0.18.0): what its peers share.
 
 ``turbomind/linear.py`` offers grouped products for rows in order of their experts, which gather their input and apply
-SiLU in the first product's epilogue; its extension `_turbomind` offers the weighted sum over a token's experts. Both are
-what TurboMind's engine calls. The engine's sort of slots is bound for tests of its router alone, which takes logits: a
-kernel of this project's sorts here (`_by_expert`), one launch instead of the engine's two and two fills. Biases and
-gpt-oss's activation are applied by a kernel that is not bound.
+SiLU in the first product's epilogue. The extension `_turbomind` offers the weighted sum over a token's experts. Its
+engine calls both. The engine's sort of slots is bound for tests of its router alone, which takes logits; a kernel of
+this project's sorts here (`_by_expert`), in one launch instead of the engine's two and two fills. Biases and gpt-oss's
+activation are left to a kernel that is not bound.
 
 The package chooses kernels by measuring them, as its engine does at a start: the first call with a number of tokens
 measures, later ones repeat the choice. Its own memory holds the packed weights, beside the layer's.
@@ -166,7 +166,7 @@ class _Product:
 
         plan = self._plans.get(x.shape[0])
         if plan is None:
-            if torch.cuda.is_current_stream_capturing():  # nothing can be measured
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():  # nothing can be measured
                 plan = self._linear.get_exec_plan(x, self._weight, offsets=offsets, indices=indices)
             else:
                 plan, _, _ = self._linear.tune(x, self._weight, offsets=offsets, indices=indices, input_scales=scales)

@@ -64,7 +64,7 @@ class TurboMindMxfp4Fp8(TurboMindMxfp4):
     name = "peer:turbomind_a8"
     static_priority = 9005.0
     activation_precision = "fp8"
-    arithmetic = Numerics("converted to fp8 with a part of their scales", "fp8 (E4M3), one scale per 128", SUMS)
+    arithmetic = Numerics("converted to fp8 with a part of their scales", "quantized to fp8 (E4M3), one scale per 128", SUMS)
     capabilities = _capabilities(128)
     rules = (minimum_rule(256), TOP_K_RULE)
     input_dtype = "float8_e4m3fn"
