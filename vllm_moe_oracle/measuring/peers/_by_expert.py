@@ -5,6 +5,7 @@ A slot is one (token, choice) pair, numbered ``token * top_k + choice``, as in `
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -35,9 +36,11 @@ class SortedSlots:
     weights: Tensor
 
 
-@triton.jit(do_not_specialize=["count", "experts"])
-def _sort(ids_ptr, map_ptr, weights_ptr, tokens_ptr, offsets_ptr, rows_ptr, sorted_weights_ptr, count, experts,
-          TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["count", "experts"])  # type: ignore[untyped-decorator]
+def _sort(  # type: ignore[no-untyped-def]
+    ids_ptr, map_ptr, weights_ptr, tokens_ptr, offsets_ptr, rows_ptr, sorted_weights_ptr, count, experts,
+    TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """One program per expert, grid `(experts,)`, on `count` tokens. Each counts the slots of lower experts itself."""
     expert = tl.program_id(0)
     slots = count * TOP_K
@@ -80,11 +83,11 @@ def sort_slots(topk_ids: Tensor, topk_weights: Tensor, expert_map: Tensor | None
         experts: number of local experts.
     """
     count, top_k = topk_ids.shape
-    integers = {"dtype": torch.int32, "device": topk_ids.device}
+    integers = functools.partial(torch.empty, dtype=torch.int32, device=topk_ids.device)
     found = SortedSlots(
-        torch.empty(count * top_k, **integers),
-        torch.empty(experts + 1, **integers),
-        torch.empty(top_k, count, **integers),
+        integers(count * top_k),
+        integers(experts + 1),
+        integers(top_k, count),
         torch.empty(top_k, count, dtype=torch.float32, device=topk_ids.device),
     )
     chunk = min(max(128, 1 << (count * top_k - 1).bit_length()), _MOST_AT_ONCE)

@@ -113,9 +113,9 @@ class TurboMindBackend(PeerBackend):
             slots = _by_expert.sort_slots(topk_ids, topk_weights, expert_map, problem.local_experts)
             h, scales = up(x, slots.offsets, slots.tokens)
             results, _ = down(h, slots.offsets, scales=scales)
-            share = native.from_dlpack  # type: ignore[attr-defined]
-            with native.create_device_context(_current_stream(x)):  # type: ignore[attr-defined]
-                native.invokeMoeCombine(  # type: ignore[attr-defined]
+            share = native.from_dlpack
+            with native.create_device_context(_current_stream(x)):
+                native.invokeMoeCombine(
                     out=share(out), src=share(results), scales=share(slots.weights), en2f=share(slots.rows),
                     experts_per_token=topk_ids.shape[1],
                 )  # fmt: skip

@@ -29,16 +29,10 @@ def _capabilities(multiple: int) -> Capabilities:
     )
 
 
-class TurboMindMxfp4(TurboMindBackend):
-    """Activations in bfloat16."""
+class _TurboMindMxfp4(TurboMindBackend):
+    """What both have in common."""
 
-    name = "peer:turbomind"
     schemes = ("mxfp4",)
-    static_priority = 9004.0
-    activation_precision = "16bit"
-    arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}", SUMS)
-    capabilities = _capabilities(64)
-    rules = (minimum_rule(128), TOP_K_RULE)
 
     def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
         """The canonical tensors.
@@ -55,16 +49,30 @@ class TurboMindMxfp4(TurboMindBackend):
 
     def sources(self, tensors: Tensors, name: str, problem: Problem) -> dict[str, Tensor]:
         """Codes uint8 `[E, rows, columns/32, 16]` and scales uint8 `[E, rows, columns/32]`."""
-        return {"weight": tensors[name].unflatten(-1, (-1, MX_BLOCK // 2)), "scales": tensors[f"{name}_scale"]}
+        codes, scales = tensors[name], tensors[f"{name}_scale"]
+        return {"weight": codes.view(*scales.shape, MX_BLOCK // 2), "scales": scales}
 
 
-class TurboMindMxfp4Fp8(TurboMindMxfp4):
+class TurboMindMxfp4(_TurboMindMxfp4):
+    """Activations in bfloat16."""
+
+    name = "peer:turbomind"
+    static_priority = 9004.0
+    activation_precision = "16bit"
+    arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}", SUMS)
+    capabilities = _capabilities(64)
+    rules = (minimum_rule(128), TOP_K_RULE)
+
+
+class TurboMindMxfp4Fp8(_TurboMindMxfp4):
     """Activations in fp8."""
 
     name = "peer:turbomind_a8"
     static_priority = 9005.0
     activation_precision = "fp8"
-    arithmetic = Numerics("converted to fp8 with a part of their scales", "quantized to fp8 (E4M3), one scale per 128", SUMS)
+    arithmetic = Numerics(
+        "converted to fp8 with a part of their scales", "quantized to fp8 (E4M3), one scale per 128", SUMS
+    )
     capabilities = _capabilities(128)
     rules = (minimum_rule(256), TOP_K_RULE)
     input_dtype = "float8_e4m3fn"
