@@ -10,15 +10,16 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from tests.lib import peer_layers
 from tests.lib.cases import GPT_OSS, problem
 from tests.lib.fake_backends import FAST, HERE, LAYERS, MXFP4, Slowed, chosen
+from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.core.problem import Activation, Device, Problem
 from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.errors import MeasurementError
@@ -27,6 +28,7 @@ from vllm_moe_oracle.measuring import benchmarks, peers
 from vllm_moe_oracle.measuring.peers import _private_import
 from vllm_moe_oracle.measuring.peers.tokenspeed_mxfp4 import TokenspeedMxfp4
 from vllm_moe_oracle.measuring.peers.triton_kernels_mxfp4 import TritonKernelsMxfp4, TritonKernelsMxfp4FourWarps
+from vllm_moe_oracle.measuring.random_weights import canonical_experts, random_tokens
 
 H200 = known_device("nvidia-h200")
 LAYER = problem(experts=8, top_k=2, hidden_size=320, intermediate_size=192, scheme=MXFP4)
@@ -135,11 +137,18 @@ def test_another_generation_and_a_broken_package_are_skipped(tmp_path: Path) -> 
 def test_every_file_is_a_peer_and_every_listed_kernel_has_a_reason() -> None:
     names = [each.name for each in peers.peer_classes()]
     assert len(names) == len(set(names)) and all(name.startswith(bench_records.PEER_PREFIX) for name in names)
-    assert {"QuACK", "SGLang"} <= {each.name for each in peers.LISTED}
+    assert {"TurboMind", "QuACK", "SGLang"} <= {each.name for each in peers.LISTED}
     assert all(each.package and each.reason for each in peers.LISTED)
 
 
 # --- Layers of stand-ins ----------------------------------------------------------------------------------------------
+
+
+class FunctionBuilder:
+    """A builder whose experts are the function itself."""
+
+    def from_function(self, function: Any) -> Any:
+        return function
 
 
 TRITON_KERNELS = {
@@ -331,8 +340,30 @@ def test_a_peer_computes_the_layer(
     kind: type[peers.PeerBackend], layer: Problem, ranks: int, stand_ins: Path, packing: None
 ) -> None:
     found = peers.discover(with_triton("3.8.0"), stand_ins)
-    assert set(found.versions) == {"peer:triton_kernels", "peer:triton_kernels_4_warps", "peer:tokenspeed"}
-    peer_layers.assert_computes(found.registry[kind.name], layer, ranks, with_triton("3.8.0"))
+    assert set(found.versions) == {each.name for each in peers.peer_classes()} and not found.skipped
+    peer = found.registry[kind.name]
+    assert not peer.check(layer, with_triton("3.8.0")).reasons
+    layer = dataclasses.replace(layer, local_experts=layer.num_experts // ranks)
+    plan = peer.plan(layer, H200)
+    canonical = canonical_experts(layer, "cpu", layer.local_experts)
+    converted = [
+        peer.convert({name: each[index] for name, each in canonical.items()}, layer, plan)
+        for index in range(layer.local_experts)
+    ]
+    tensors = {name: torch.stack([each[name] for each in converted]) for name in converted[0]}
+    run = peer.build_experts(tensors, layer, plan, FunctionBuilder())  # type: ignore[arg-type]
+    batch = random_tokens(dataclasses.replace(layer, local_experts=layer.num_experts), 7, "uniform", "cpu")
+    expert_map, ids = None, batch.ids.int()
+    if ranks > 1:
+        expert_map = torch.full((layer.num_experts,), -1, dtype=torch.int32)
+        expert_map[layer.local_experts :] = torch.arange(layer.local_experts, dtype=torch.int32)
+        ids[3] = -1
+    out, expected = torch.empty_like(batch.x), torch.empty(batch.x.shape)
+    run(out, batch.x, batch.weights, ids, expert_map)
+    local = ids if expert_map is None else expert_map[ids.clamp(min=0).long()].where(ids >= 0, -1)
+    small = dataclasses.replace(layer, num_experts=layer.local_experts)
+    forward(canonical, small, expected, batch.x, batch.weights, local)
+    assert (out.float() - expected).norm() <= 5 * 2.0**-8 * expected.norm()
 
 
 def test_what_a_peer_cannot_compute_is_refused() -> None:

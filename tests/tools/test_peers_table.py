@@ -41,4 +41,4 @@ def test_cells_name_the_best_other_and_losses() -> None:
 
 def test_without_a_benchmark_there_is_the_list_alone() -> None:
     text = peers_table.part(None)
-    assert "QuACK (quack-kernels 0.6.5)" in text and "cells" not in text
+    assert "TurboMind (lmdeploy 0.18.0)" in text and "cells" not in text

@@ -25,10 +25,10 @@ class ListedPeer:
 
 LISTED = (
     ListedPeer(
-        "TurboMind with gpt-oss's activation",
+        "TurboMind",
         "lmdeploy 0.18.0",
-        "its grouped products fuse SiLU alone, and have no biases (turbomind/linear.py). The engine adds biases and "
-        "applies gpt-oss's activation with a kernel that is not bound to Python",
+        "turbomind/linear.py offers grouped products (MXFP4, int4) alone. Routing, gpt-oss's activation with biases "
+        "and the sum over experts are inside its engine: a layer would need somebody else's kernels for them",
     ),
     ListedPeer(
         "TokenSpeed's Marlin",

@@ -2,8 +2,7 @@
 
 vLLM puts the triton_kernels that it brings into ``sys.modules`` under that name, and prefers an installed one. A copy
 under a name of its own changes neither: its modules import each other by that name. No byte code is written or read,
-because that of the original would import the original. Extension modules are found, too, but imports inside them keep
-the original's name.
+because that of the original would import the original.
 """
 
 from __future__ import annotations
@@ -120,8 +119,6 @@ class _Finder(importlib.abc.MetaPathFinder):
             spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
             spec.submodule_search_locations = [str(file.parent)]
             return spec
-        if file.suffix != ".py":
-            return importlib.util.spec_from_file_location(fullname, file)
         return importlib.util.spec_from_file_location(
             fullname,
             file,
@@ -170,15 +167,12 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def _file_of(folder: Path, module_name: str) -> Path | None:
-    """The file of a module, which does not exist for a folder without ``__init__``; None without the module.
-
-    An extension module's is the one that was compiled for this Python.
-    """
+    """The file of a module, which does not exist for a folder without ``__init__``; None without the module."""
     place = folder.joinpath(*module_name.split(".")) if module_name else folder
     if place.is_dir():
         return place / "__init__.py"
-    files = (place.parent / f"{place.name}{suffix}" for suffix in (".py", *importlib.machinery.EXTENSION_SUFFIXES))
-    return next((file for file in files if file.is_file()), None)
+    file = place.with_suffix(".py")
+    return file if file.is_file() else None
 
 
 def _distribution(package: PackageFolder) -> str:
