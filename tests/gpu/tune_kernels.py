@@ -2,12 +2,12 @@
 
     python tests/gpu/tune_kernels.py --cell mxfp8:qwen3_30b --tokens 1,16,256 --json sweep.json
 
-A cell is scheme:shape (mxfp8, mxfp4, int<bits>_<group>; the shapes below, or one of N expert-parallel ranks of them as
-shape@epN), or scheme:shape:1,16 with numbers of tokens of its own. One process per CPU core compiles first, then one
-process times: whole layers in CUDA graphs, by turns in changing order, L2 flushed before each replay, so that neither
-weights nor machine code are in a cache that a model's other layers would have filled; medians in microseconds, their
-mean over several draws of experts: with few tokens these differ in number, and programs that just fit the card at once
-in one draw do not in the next.
+A cell is scheme:shape (mxfp8, mxfp4, int<bits>_<group>, int4_128z with zero points; the shapes below, or one of N
+expert-parallel ranks of them as shape@epN), or scheme:shape:1,16 with numbers of tokens of its own. One process per CPU
+core compiles first, then one process times: whole layers in CUDA graphs, by turns in changing order, L2 flushed before
+each replay, so that neither weights nor machine code are in a cache that a model's other layers would have filled;
+medians in microseconds, their mean over several draws of experts: with few tokens these differ in number, and programs
+that just fit the card at once in one draw do not in the next.
 Per number of tokens the second product's tile is searched with the first's fixed, then the first's, then the options.
 
 ``--few`` tries only tiles that the shipped table holds several times, and ``--rows`` takes numbers of rows per active
@@ -96,9 +96,10 @@ def sizes_of(shape: str) -> tuple[tuple[int, int, int, int, str, bool], int]:
 def stored(scheme: str, shape: str, device: str = "cuda") -> PackedWeights:
     """One rank's layer with random stored bytes: right in size and range, meaningless in value."""
     (experts, _, hidden, inner, activation, bias), ranks = sizes_of(shape)
-    format, _, group = scheme.partition("_")
+    format, _, group = scheme.removesuffix("z").partition("_")
     weights = allocate_weights(format, experts // ranks, hidden, inner, gated=activation != "relu2",
-                               group=int(group or 32), bias=bias, num_experts=experts, device=device)  # fmt: skip
+                               group=int(group or 32), zero_points=scheme.endswith("z"), bias=bias,
+                               num_experts=experts, device=device)  # fmt: skip
     mx = format.startswith("mx")
     high = has_rebased_scales(format, weights.group, weights.dtype)
     factor = 2.0 ** (1 - code_bits(format)) if high else 2.0**-16
@@ -110,6 +111,8 @@ def stored(scheme: str, shape: str, device: str = "cuda") -> PackedWeights:
             # Products must not vanish: a card draws less power on zeros and runs faster.
             matrix.scales.view(weights.dtype).uniform_(*((0.5, 0.99) if high else (0.001, 0.01)))
             matrix.scales.view(weights.dtype).mul_(2.0**127 if high else 1.0)
+        if matrix.zeros is not None:
+            matrix.zeros.view(weights.dtype).uniform_(-0.01, 0.01)
         if matrix.row_scale is not None:
             matrix.row_scale.uniform_(factor / 2, factor)
     return weights

@@ -1,7 +1,8 @@
 """The shipped times beside stock vLLM's own layer: ``python -m tests.tools.comparisons [--write]``.
 
-``--write`` makes ``vllm_moe_oracle/profiles/stock_nvidia_GPU.json`` of each GPU's committed benchmarks,
-``tests/golden/GPU/choice*-vllm-VERSION.jsonl`` (``vllm-moe-oracle bench --stock auto --jsonl FILE``). Of a layer in
+``--write`` makes ``vllm_moe_oracle/profiles/stock_nvidia_GPU.json`` of each GPU's committed benchmarks under
+``tests/golden/GPU``: ``choice*-vllm-VERSION.jsonl`` (``vllm-moe-oracle bench --stock auto --jsonl FILE``), and of
+``unlisted-*-vllm-VERSION.jsonl`` (`tests.gpu.unlisted_layers`) the layers that ran beside stock's. Of a layer in
 several of them, the last run counts at each number of tokens. Without ``--write`` the exit status is 1 where a file is
 stale.
 """
@@ -15,13 +16,15 @@ from pathlib import Path
 
 import msgspec
 
+from tests.tools.fit_latency import FREELY_ROUTED
 from vllm_moe_oracle.measurements import profile
 from vllm_moe_oracle.measurements.bench_records import STOCK_DEFAULT, BenchRecord
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import KernelShape, Sample
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-PATTERN = "*/choice*-vllm-*.jsonl"
+PATTERNS = ("*/choice*-vllm-*.jsonl", "*/unlisted-*-vllm-*.jsonl")
+"""Files of records; those of a later pattern are newer."""
 ACTIVATIONS = "stock"
 """Stands where a backend's precision of activations is; a stock layer does not say it."""
 
@@ -33,24 +36,35 @@ def runs(paths: list[Path]) -> dict[str, list[tuple[dict[str, str], Environment,
     """The benchmarks by GPU, in the order in which they ran.
 
     Args:
-        paths: files of records, any order. The number after ``choice-`` is the run's; the first has none.
+        paths: files of records. The number after ``choice-`` or ``unlisted-`` is the run's; the first choice has none.
+            Files of older kernels are left out (`fit_latency.FREELY_ROUTED`).
     """
     found: dict[str, list[tuple[dict[str, str], Environment, Layers]]] = {}
-    for path in sorted(paths, key=_run_number):
+    for path in sorted(paths, key=_run):
+        if path.name.startswith(FREELY_ROUTED):
+            continue
         head, *lines = path.read_text(encoding="utf-8").splitlines()
         conditions = msgspec.json.decode(head)["conditions"]
         layers: Layers = {}
         for line in lines:
             record = msgspec.json.decode(line, type=BenchRecord)
+            if path.name.startswith("unlisted") and STOCK_DEFAULT not in record.us:
+                continue  # an expert-parallel rank: stock's layer on one GPU has all experts
             layers.setdefault(record.kernel_shape, {})[record.tokens] = record
         environment = msgspec.convert(conditions["environment"], Environment)
         found.setdefault(environment.gpu, []).append((conditions, environment, layers))
     return found
 
 
-def _run_number(path: Path) -> int:
-    match = re.match(r"choice-(\d+)-vllm", path.name)
-    return int(match[1]) if match else 1
+def _run(path: Path) -> tuple[bool, int]:
+    """Whether it is one of unlisted layers, and the run's number."""
+    match = re.match(r"[a-z]+-(\d+)-vllm", path.name)
+    return path.name.startswith("unlisted"), int(match[1]) if match else 1
+
+
+def measured() -> dict[str, list[tuple[dict[str, str], Environment, Layers]]]:
+    """All committed benchmarks with stock's layer, by GPU."""
+    return runs([path for pattern in PATTERNS for path in GOLDEN.glob(pattern)])
 
 
 def comparison(found: list[tuple[dict[str, str], Environment, Layers]]) -> profile.Profile:
@@ -106,7 +120,7 @@ def files() -> dict[Path, bytes]:
     """Every file with what should be in it."""
     return {
         profile.SHIPPED_FOLDER / f"stock_{gpu.lower().replace(' ', '_')}.json": profile.encode(comparison(found))
-        for gpu, found in runs(sorted(GOLDEN.glob(PATTERN))).items()
+        for gpu, found in measured().items()
     }
 
 

@@ -1,12 +1,14 @@
 """The table of other projects' kernels in vllm_moe_oracle/kernels/RESULTS.md, from ``bench --peers --jsonl``.
 
-The file is tests/golden/h200/peers-vllm-VERSION.jsonl as `bench` wrote it. Without it the page has only the list of
-kernels that are not timed. `python -m tests.tools.generate --write` puts both into the page.
+The files are tests/golden/h200/peers*-vllm-VERSION.jsonl of the newest release as `bench` wrote them, one for each set
+of packages. Without them the page has only the list of kernels that are not timed. `python -m tests.tools.generate
+--write` puts both into the page.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,12 @@ NAMES = {STOCK_DEFAULT: "stock"}
 """What the table calls a layer that is no backend."""
 
 
-def path() -> Path | None:
-    """The newest committed benchmark with peers; None without one."""
-    found = list((golden_files.FOLDER / "h200").glob("peers-vllm-*"))
-    return golden_files.newest("peers") if found else None
+def paths() -> list[Path]:
+    """The benchmarks with peers of the newest measured release."""
+    if not list((golden_files.FOLDER / "h200").glob("peers-vllm-*")):
+        return []
+    first = golden_files.newest("peers")
+    return [first, *sorted(first.parent.glob(first.name.replace("peers-", "peers-*-", 1)))]
 
 
 def read(lines: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -73,7 +77,16 @@ def times(records: Sequence[dict[str, Any]]) -> str:
         if time < ours
     ]
     said = f"Ours is first in {len(cells) - len(lost)} of {len(cells)} cells"
-    return "\n".join([*lines, "", paragraph(said + (f"; not first: {'; '.join(lost)}." if lost else "."))])
+    said += f"; not first: {'; '.join(lost)}." if lost else "."
+    ratios: dict[str, list[float]] = {}
+    for record in records:
+        ours = (compared(record) or (math.nan,))[0]
+        for name in record["us"]:
+            if name.startswith(PEER_PREFIX):
+                ratios.setdefault(name, []).append(record["us"][name] / ours)
+    for name, found_ratios in ratios.items():
+        said += f" {name} takes {min(found_ratios):.2f} to {max(found_ratios):.2f} times as long as ours."
+    return "\n".join([*lines, "", paragraph(said)])
 
 
 def failures(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -86,29 +99,33 @@ def failures(records: Sequence[dict[str, Any]]) -> list[str]:
     return [f"{layer}, {name}: {reason}" for (layer, name), reason in found.items()]
 
 
-def peers(found: dict[str, Any]) -> str:
-    """The kernels of other projects, with the release that was timed, or why it was not."""
-    rows = [(name, f"timed: {version}") for name, version in found.get("timed", {}).items()]
-    rows += [(name, f"skipped: {reason}") for name, reason in found.get("skipped", {}).items()]
-    rows += [(f"{each['name']} ({each['package']})", each["reason"]) for each in found["listed"]]
+def peers(found: Sequence[dict[str, Any]]) -> str:
+    """The kernels of other projects, with the release that was timed, or why it was not.
+
+    Args:
+        found: of each benchmark, what its conditions say of peers.
+    """
+    timed = {name: version for each in found for name, version in each["timed"].items()}
+    rows = [(name, f"timed: {version}") for name, version in timed.items()]
+    skipped = {name: reason for each in found for name, reason in each["skipped"].items() if name not in timed}
+    rows += [(name, f"skipped: {reason}") for name, reason in skipped.items()]
+    rows += [(f"{each.name} ({each.package})", each.reason) for each in LISTED]
     return "\n".join(
         ["| kernel | timed, or why not |", "|---|---|", *(f"| {name} | {words} |" for name, words in rows)]
     )
 
 
-def part(lines: Sequence[str] | None) -> str:
-    """What the page holds for a benchmark's lines; for None, the list of what is not timed."""
-    if lines is None:
-        return peers({"listed": [{"name": e.name, "package": e.package, "reason": e.reason} for e in LISTED]})
+def part(lines: Sequence[str]) -> str:
+    """What the page holds for a benchmark's lines, without its peers."""
     conditions, records = read(lines)
     packages = conditions["packages"]
     where = f"{conditions['gpu']}, vLLM {packages['vllm']}, torch {packages['torch']}, Triton {packages['triton']}"
     said = [paragraph(f"Without a time: {'; '.join(found)}.")] if (found := failures(records)) else []
     command = paragraph(f"{where}. Repeat with `{conditions['command']}`.")
-    return "\n\n".join([times(records), *said, peers(conditions["peers"]), command])
+    return "\n\n".join([times(records), *said, command])
 
 
 def table() -> str:
     """The part of the page."""
-    file = path()
-    return part(None if file is None else file.read_text(encoding="utf-8").splitlines())
+    files = [file.read_text(encoding="utf-8").splitlines() for file in paths()]
+    return "\n\n".join([*map(part, files), peers([read(lines)[0]["peers"] for lines in files])])

@@ -25,7 +25,8 @@ def test_every_time_of_stock_is_a_committed_one() -> None:
     """Read again without the code that packs them: each shipped time of stock stands in a benchmark."""
     written = {
         (json.dumps(record["kernel_shape"], sort_keys=True), str(record["tokens"]), record["us"][STOCK_DEFAULT])
-        for path in comparisons.GOLDEN.glob(comparisons.PATTERN)
+        for pattern in comparisons.PATTERNS
+        for path in comparisons.GOLDEN.glob(pattern)
         for line in path.read_text().splitlines()[1:]
         if STOCK_DEFAULT in (record := json.loads(line))["us"]
     }
@@ -52,6 +53,29 @@ def test_of_several_runs_the_last_one_counts(tmp_path: Path) -> None:
         (entry,) = comparisons.comparison(found).entries
         times = entry.backends[STOCK_DEFAULT].times["uniform"]
         assert len(times) == len(lines) and {each[0] for each in times.values()} == {123.0}
+
+
+def test_unlisted_layers_count_where_stock_ran(tmp_path: Path) -> None:
+    """After the layers of a choice, whatever their numbers; expert-parallel ranks have no layer of stock's."""
+    source = golden_files.newest("unlisted-9")
+    expected = {
+        record["layer"]["name"]
+        for record in map(json.loads, source.read_text().splitlines()[1:])
+        if STOCK_DEFAULT in record["us"]
+    }
+    head, *lines = source.read_text().splitlines()
+    others = [json.loads(line) for line in lines]
+    for record in others:
+        record["us"] |= {STOCK_DEFAULT: 1.0}
+        record["quartiles"] |= {STOCK_DEFAULT: [1.0, 1.0]}
+        record["replays"] |= {STOCK_DEFAULT: 9}
+    others = [record for record in others if record["layer"]["name"] in expected]
+    earlier = tmp_path / f"choice-90-vllm-{NEWEST}.jsonl"
+    earlier.write_text("\n".join([head, *map(json.dumps, others)]))
+    ((_, found),) = comparisons.runs([source]).items()
+    ((_, both),) = comparisons.runs([source, earlier]).items()
+    entries = comparisons.comparison(found).entries
+    assert 0 < len(entries) == len(expected) and entries == comparisons.comparison(both).entries
 
 
 def test_a_later_run_keeps_the_numbers_of_tokens_it_lacks(tmp_path: Path) -> None:
