@@ -17,7 +17,7 @@ from tests.lib import golden_files
 from tests.lib.readme_sections import paragraph
 from tests.tools.kernel_tables import OURS
 from vllm_moe_oracle.measurements.bench_records import PEER_PREFIX, STOCK_DEFAULT
-from vllm_moe_oracle.measuring.peers import LISTED
+from vllm_moe_oracle.measuring.peers import LISTED, peer_classes
 
 NAMES = {STOCK_DEFAULT: "stock"}
 """What the table calls a layer that is no backend."""
@@ -107,7 +107,8 @@ def peers(found: Sequence[dict[str, Any]]) -> str:
     """
     timed = {name: version for each in found for name, version in each["timed"].items()}
     rows = [(name, f"timed: {version}") for name, version in timed.items()]
-    skipped = {name: reason for each in found for name, reason in each["skipped"].items() if name not in timed}
+    untimed = {each.name for each in peer_classes()} - set(timed)
+    skipped = {name: reason for each in found for name, reason in each["skipped"].items() if name in untimed}
     rows += [(name, f"skipped: {reason}") for name, reason in skipped.items()]
     rows += [(f"{each.name} ({each.package})", each.reason) for each in LISTED]
     return "\n".join(
