@@ -169,11 +169,12 @@ class OracleError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        message = f"{self.where}: {self.rule}" if self.where else self.rule
+        # Printable here, too: vLLM logs and prints the exceptions that reach it.
+        message = printable(f"{self.where}: {self.rule}" if self.where else self.rule)
         if not self.remedy:
             return message.rstrip("\n")
         # A rule with a table ends with a line break.
-        return f"{message}{'' if message.endswith(chr(10)) else '. '}{self.remedy}"
+        return f"{message}{'' if message.endswith(chr(10)) else '. '}{printable(self.remedy)}"
 
     def __reduce__(self) -> tuple[type[OracleError], tuple[str, str, str]]:
         # vLLM pickles a worker's exception for the engine; the default would drop the remedy and where.

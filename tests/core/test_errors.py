@@ -74,3 +74,10 @@ def test_words_of_hostile_files_lose_their_middle_and_paths_do_not() -> None:
     with pytest.raises(errors.SettingError) as refused:
         settings.load({}, assignments={"overrides": "z" * 60_000})
     assert len(str(refused.value)) < 2000
+
+
+def test_no_part_of_a_message_moves_a_terminals_cursor() -> None:
+    """vLLM logs the exceptions that reach it as they are."""
+    error = OracleError("two\x1b[2J\nlines", "a remedy\x1b[31m", "a\rplace")
+    assert str(error) == "a place: two [2J\nlines. a remedy [31m"
+    assert error.args == (str(error),) and str(pickle.loads(pickle.dumps(error))) == str(error)
