@@ -571,7 +571,7 @@ def test_the_gain_over_stock_is_shown_where_it_is_known(
     # By times that this package ships, apart from the code that reads them.
     shipped = json.loads((profile.SHIPPED_FOLDER / "stock_nvidia_h200.json").read_text())
     file = measured_h200(tmp_path)
-    measured = {"experts": 128, "hidden": 2048, "inner": 768, "scheme": "mxfp8"}
+    measured = {"experts": 128, "hidden": 2048, "inner": 768, "scheme": "mxfp8", "dtype": "bfloat16"}
     (entry,) = (
         each for each in shipped["entries"] if measured.items() <= each["kernel_shape"].items()
     )  # fmt: skip

@@ -36,6 +36,7 @@ CLOSED = {
     "verify, an index": (
         "model.safetensors.index.json", 0o000, ["verify", "{model}"], "model.safetensors.index.json"
     ),
+    "verify, not to be listed": (".", 0o300, ["verify", "{model}"], ""),
     "ab": (".", 0o600, ["ab", "{model}/x"], "x"),
     "report": ("config.json", 0o000, ["report", "{model}/config.json"], "config.json"),
     "tune --import": ("config.json", 0o000, ["tune", "--import", "{model}/config.json"], "config.json"),
@@ -71,7 +72,11 @@ def test_the_current_folder_is_not_needed(run: Run, place: Path, monkeypatch: py
             result = run("explain", ".", "--device", "h200")
     finally:
         os.chdir(before)
-    assert (result.status, result.err.count("\n")) == (2, 1)
+    words = "cannot be read: Permission denied" if kind == "closed" else "the folder has no config.json: it is empty"
+    assert (result.status, result.err) == (2, f"error: .: {words}{REMEDY[kind]}\n")
+
+
+REMEDY = {"closed": "", "removed": ". Give the folder that config.json and the tensors are in"}
 
 
 def test_modes_hold_for_the_test_itself(tmp_path: Path) -> None:

@@ -124,7 +124,9 @@ def test_a_conversion_that_depends_on_values_is_refused() -> None:
 
 def test_loading_into_converted_storage_is_an_error() -> None:
     layer = make_layer()
-    weight_storage.forbid_loading(layer.w13_weight, "model.layers.0.mlp.experts", lambda expert: expert in (0, 2))
+    weight_storage.forbid_loading(
+        layer.w13_weight, "model.layers.0.mlp.experts", lambda expert: {0: 0, 2: 1}.get(expert, -1)
+    )
     load = layer.w13_weight.weight_loader
     for arguments in ((), ("w13_weight", "w1", 0), ("w13_weight", "w3", 2, True), ("w13_weight", None)):
         with pytest.raises(
@@ -136,7 +138,9 @@ def test_loading_into_converted_storage_is_an_error() -> None:
 def test_other_ranks_experts_are_not_loaded_into_converted_storage() -> None:
     layer = make_layer()
     before = layer.w13_weight.clone()
-    weight_storage.forbid_loading(layer.w13_weight, "model.layers.0.mlp.experts", lambda expert: expert in (0, 2))
+    weight_storage.forbid_loading(
+        layer.w13_weight, "model.layers.0.mlp.experts", lambda expert: {0: 0, 2: 1}.get(expert, -1)
+    )
     load = layer.w13_weight.weight_loader
     assert load(layer.w13_weight, torch.ones(1), "w13_weight", "w1", 1) is None
     assert load(layer.w13_weight, torch.ones(1), "w13_weight", "w1", expert_id=3, return_success=True) is False
@@ -215,7 +219,7 @@ def test_names_that_a_conversion_removes_stay_for_other_ranks_experts() -> None:
     assert lost == ["w2_weight_scale"]
     kept = dict(layer.named_parameters())["w2_weight_scale"]
     assert kept.shape == (3, 1) and kept.view(3, -1).shape == (3, 1) and kept.device == layer.w2_weight.device
-    weight_storage.forbid_loading(kept, "model.layers.0.mlp.experts", lambda expert: expert < 3)
+    weight_storage.forbid_loading(kept, "model.layers.0.mlp.experts", lambda expert: expert if expert < 3 else -1)
     assert kept.weight_loader(kept, torch.ones(1), "w2_weight_scale", "w2", 5, return_success=True) is False
     with pytest.raises(LifecycleError, match="in the kernel's layout already"):
         kept.weight_loader(kept, torch.ones(1), "w2_weight_scale", "w2", 2)

@@ -2,12 +2,12 @@
 
     python tests/gpu/tune_kernels.py --cell mxfp8:qwen3_30b --tokens 1,16,256 --json sweep.json
 
-A cell is scheme:shape (mxfp8, mxfp4, int<bits>_<group>, int4_128z with zero points; the shapes below, or one of N
-expert-parallel ranks of them as shape@epN), or scheme:shape:1,16 with numbers of tokens of its own. One process per CPU
-core compiles first, then one process times: whole layers in CUDA graphs, by turns in changing order, L2 flushed before
-each replay, so that neither weights nor machine code are in a cache that a model's other layers would have filled;
-medians in microseconds, their mean over several draws of experts: with few tokens these differ in number, and programs
-that just fit the card at once in one draw do not in the next.
+A cell is scheme:shape (mxfp8, mxfp4, int<bits>_<group>, with zero points int<bits>_<group>z; the shapes below, or one
+of N expert-parallel ranks of them as shape@epN), or scheme:shape:1,16 with numbers of tokens of its own. One process
+per CPU core compiles first, then one process times: whole layers in CUDA graphs, by turns in changing order, L2 flushed
+before each replay, so that neither weights nor machine code are in a cache that a model's other layers would have
+filled; medians in microseconds, their mean over several draws of experts: with few tokens these differ in number, and
+programs that just fit the card at once in one draw do not in the next.
 Per number of tokens the second product's tile is searched with the first's fixed, then the first's, then the options.
 
 ``--few`` tries only tiles that the shipped table holds several times, and ``--rows`` takes numbers of rows per active

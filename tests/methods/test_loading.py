@@ -42,9 +42,13 @@ class Layer(torch.nn.Module):
         param.data[expert_id, :32].copy_(loaded_weight[:32])
 
 
+def local_expert(layer: Any, expert: int) -> int:
+    return expert if expert < 4 else -1
+
+
 def load(group: RankGroup, tensor: torch.Tensor) -> None:
     layer = Layer()
-    loader = weight_loading.validating_loader(layer.weight_loader, PROBLEM, group)
+    loader = weight_loading.validating_loader(layer.weight_loader, PROBLEM, group, local_expert)
     assert loader.__self__ is layer  # type: ignore[attr-defined]  # vLLM's reload looks for it
     loader(layer.w13_weight, tensor, "experts.w13_weight", "w1", 1)
     assert torch.equal(layer.w13_weight[1, :32].float(), tensor[:32].float())
@@ -73,25 +77,69 @@ def test_what_the_loader_itself_raises_is_raised() -> None:
     def plain(param: Any, loaded_weight: torch.Tensor, *args: Any) -> None:
         raise RuntimeError("no room")
 
-    loader = weight_loading.validating_loader(plain, dataclasses.replace(PROBLEM, parallel=Parallel()), RankGroup())
+    loader = weight_loading.validating_loader(
+        plain, dataclasses.replace(PROBLEM, parallel=Parallel()), RankGroup(), local_expert
+    )
     with pytest.raises(RuntimeError, match="no room"):
         loader(Layer().w13_weight, torch.ones(32, 64).to(torch.float8_e4m3fn), "experts.w13_weight", "w1", 0)
+
+
+ONES = torch.ones(64, 64).to(torch.float8_e4m3fn)
+NAME = "experts.w13_weight"
+
+
+def other_in(row: int) -> torch.Tensor:
+    """`ONES` with another last value in a row; rows from 32 on are the other rank's."""
+    tensor = ONES.clone()
+    tensor.view(torch.uint8)[row, 63] ^= 1
+    return tensor
 
 
 def test_two_tensors_for_one_place_are_an_error_where_they_differ() -> None:
     """Of a tensor that is in two files, vLLM's loader keeps the last."""
     layer = Layer()
-    loader = weight_loading.validating_loader(layer.weight_loader, PROBLEM, RankGroup())
-    ones = torch.ones(64, 64).to(torch.float8_e4m3fn)
-    other = ones.clone()
-    other.view(torch.uint8)[31, 63] ^= 1  # the last element of this rank's half
+    loader = weight_loading.validating_loader(layer.weight_loader, PROBLEM, RankGroup(), local_expert)
     for expert in (1, 2, 1):
-        loader(layer.w13_weight, ones, "experts.w13_weight", "w1", expert)
+        loader(layer.w13_weight, ONES, NAME, "w1", expert)
+    loader(layer.w13_weight, other_in(32), NAME, "w1", 2)  # this rank's half is the same
     with pytest.raises(CheckpointError, match="two tensors for it, with different values") as caught:
-        loader(layer.w13_weight, other, "experts.w13_weight", "w1", 2)
-    assert f"{PROBLEM.layer}, experts.w13_weight, expert 2, w1: " in str(caught.value)
-    reloaded = torch.nn.Parameter(layer.w13_weight.data.clone(), requires_grad=False)  # as vLLM's reload does
-    loader(reloaded, other, "experts.w13_weight", "w1", 2)
+        loader(layer.w13_weight, other_in(31), NAME, "w1", 2)
+    assert f"{PROBLEM.layer}, {NAME}, expert 2, w1: " in str(caught.value)
+
+
+def test_what_a_complete_layer_or_a_reload_gets_is_new() -> None:
+    layer = Layer()
+    loader = weight_loading.validating_loader(layer.weight_loader, PROBLEM, RankGroup(), local_expert)
+    loader(layer.w13_weight, ONES, NAME, "w1", 2)
+    fresh = torch.nn.Parameter(layer.w13_weight.data.clone(), requires_grad=False)  # as vLLM's reload has it
+    loader(fresh, other_in(31), NAME, "w1", 2)
+    weight_loading.end_load(layer.parameters())
+    for tensor in (other_in(31), ONES, other_in(0)):
+        loader(layer.w13_weight, tensor, NAME, "w1", 2)
+        assert torch.equal(layer.w13_weight[2, :32].view(torch.uint8), tensor[:32].view(torch.uint8))
+
+
+def test_another_ranks_expert_and_elements_that_are_counted_have_no_place() -> None:
+    layer = Layer()
+    layer.weight_loader = lambda *arguments: None  # type: ignore[assignment,method-assign]  # as for another's expert
+    loader = weight_loading.validating_loader(layer.weight_loader, PROBLEM, RankGroup(), local_expert)
+    counted = torch.nn.Parameter(layer.w13_weight.data.to("meta"), requires_grad=False)
+    for tensor in (ONES, other_in(31)):
+        loader(layer.w13_weight, tensor, NAME, "w1", 7)
+        loader(counted, tensor, NAME, "w1", 1)
+
+
+def test_tensors_of_all_experts_are_compared_as_a_whole() -> None:
+    data = torch.zeros(4, 128, 32, dtype=torch.uint8)
+    parameter = torch.nn.Parameter(data.clone(), requires_grad=False)
+    loader = weight_loading.validating_loader(
+        lambda param, tensor, *_: param.data.copy_(tensor), MXFP4, RankGroup(), local_expert
+    )
+    loader(parameter, data, NAME, None, None)
+    loader(parameter, data, NAME, None, None)
+    data[3, 127, 31] = 1
+    with pytest.raises(CheckpointError, match=f"{NAME}: the checkpoint has two tensors"):
+        loader(parameter, data, NAME, None, None)
 
 
 MXFP4 = dataclasses.replace(PROBLEM, scheme=Scheme("mxfp4", 4, 32, "gpt_oss"), intermediate_size=64,
@@ -155,7 +203,7 @@ def test_shapes_that_broadcast_are_refused(name: str, shape: tuple[int, ...]) ->
 def test_new_memory_is_filled_once_before_loading() -> None:
     """vLLM's reload gives parameters new memory, and copies their attributes."""
     layer = Layer()
-    loader = weight_loading.validating_loader(layer.weight_loader, PROBLEM, RankGroup())
+    loader = weight_loading.validating_loader(layer.weight_loader, PROBLEM, RankGroup(), local_expert)
     gate = torch.ones(64, 64).to(torch.float8_e4m3fn)
     weight_loading.set_sentinel({"w13": layer.w13_weight}, {"w13": 0x7F})
     weight_loading.fill_with_sentinel({"w13": layer.w13_weight}, {"w13": 0x7F})
@@ -190,7 +238,7 @@ def test_parameters_without_memory_are_left_alone() -> None:
     """vLLM counts what is loaded before there is memory for it."""
     layer = Layer().to("meta")
     weight_loading.set_sentinel({"w13": layer.w13_weight}, {"w13": 0x7F})
-    loader = weight_loading.validating_loader(layer.weight_loader, PROBLEM, RankGroup())
+    loader = weight_loading.validating_loader(layer.weight_loader, PROBLEM, RankGroup(), local_expert)
     loader(layer.w13_weight, torch.ones(64, 64, device="meta").to(torch.float8_e4m3fn), "experts.w13_weight", "w1", 1)
     with pytest.raises(CheckpointError, match="nothing was loaded"):
         weight_loading.check_all_loaded({"w13_weight": layer.w13_weight}, PROBLEM.layer)

@@ -319,6 +319,25 @@ def test_a_group_index_that_never_came_is_named(packing: str) -> None:
 
 
 @pytest.mark.parametrize("packing", PLAIN)
+def test_two_tensors_for_one_place_are_an_error_where_they_differ(packing: str) -> None:
+    order = "none" if packing == "awq" else "group"
+    contents = contents_of(layer_of(packing, zero_points=order == "none", act_order=order, **SIZES))
+    files = contents.files()
+    with moe.engine():
+        for key, tensor in files.items():
+            layer = moe.made(contents.problem, moe.moe_config(contents.problem))
+            moe.load(layer, files)
+            moe.load(layer, {key: tensor})
+            other = tensor.clone()
+            other.view(torch.uint8).view(-1)[-1] ^= 1
+            if key[2].endswith("weight_shape"):
+                continue
+            with pytest.raises(CheckpointError, match="has two tensors for it, with different values") as error:
+                moe.load(layer, {key: other})
+            assert f"_{key[2]}, expert {key[0]}, {key[1]}: " in str(error.value)
+
+
+@pytest.mark.parametrize("packing", PLAIN)
 def test_tensors_of_another_type_or_shape_are_refused(packing: str) -> None:
     contents = contents_of(layer_of(packing, zero_points=True, **SIZES))
     codes, scales = PLAIN[packing]

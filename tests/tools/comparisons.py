@@ -16,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 
-from tests.tools.fit_latency import FREELY_ROUTED
 from vllm_moe_oracle.measurements import profile
 from vllm_moe_oracle.measurements.bench_records import STOCK_DEFAULT, BenchRecord
 from vllm_moe_oracle.measurements.environment import Environment
@@ -37,12 +36,9 @@ def runs(paths: list[Path]) -> dict[str, list[tuple[dict[str, str], Environment,
 
     Args:
         paths: files of records. The number after ``choice-`` or ``unlisted-`` is the run's; the first choice has none.
-            Files of older kernels are left out (`fit_latency.FREELY_ROUTED`).
     """
     found: dict[str, list[tuple[dict[str, str], Environment, Layers]]] = {}
     for path in sorted(paths, key=_run):
-        if path.name.startswith(FREELY_ROUTED):
-            continue
         head, *lines = path.read_text(encoding="utf-8").splitlines()
         conditions = msgspec.json.decode(head)["conditions"]
         layers: Layers = {}

@@ -5,7 +5,8 @@ they were taken. A new time replaces the profile's of the same layer, backend, r
 else stays. Failures are not taken over: what cannot run on a machine without its memory runs on another.
 
 Times of layers that no profile of the GPU has go to the last of its profiles: the one that ``tune`` wrote has both
-routings of each layer. The benchmarks must have run on the profile's GPU, packages and kernels. Afterwards run
+routings of each layer. A layer of which no two backends with the same precision of activations were timed is left out:
+no time is needed there. The benchmarks must have run on the profile's GPU, packages and kernels. Afterwards run
 ``kernel_choices --write``, which says on which configurations the times rest. A time of another tile than the kernels'
 choice brings that tile into the profile: this GPU runs it there, and other GPUs' profiles and the kernels' tables stay
 as they are.
@@ -39,6 +40,9 @@ def merged(shipped: profile.Profile, environment: Environment, new: dict[KernelS
     }
     for shape, found in new.items():
         samples.setdefault(shape, {}).update({each.key: each for each in found if not each.failure})
+        backends = {(each.backend, each.activations) for each in samples[shape].values()}
+        if len({precision for _, precision in backends}) == len(backends):
+            del samples[shape]
     made = profile.make(
         shipped.environment, {shape: found.values() for shape, found in samples.items()}, shipped.conditions
     )

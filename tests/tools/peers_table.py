@@ -8,7 +8,6 @@ of packages. Without them the page has only the list of kernels that are not tim
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,8 @@ def compared(record: dict[str, Any]) -> tuple[float, str, float] | None:
 
 
 def times(records: Sequence[dict[str, Any]]) -> str:
-    """By layer and number of tokens: our time, the best other and its time over ours; and every loss by name."""
+    """By layer and number of tokens: our time, the best other and its time over ours; every loss by name, what ours was
+    compared with, and how much longer each peer takes."""
     cells = {
         (record["layer"]["name"], record["tokens"]): found
         for record in records
@@ -76,14 +76,15 @@ def times(records: Sequence[dict[str, Any]]) -> str:
         for (layer, tokens), (ours, name, time) in cells.items()
         if time < ours
     ]
-    said = f"Ours is first in {len(cells) - len(lost)} of {len(cells)} cells"
+    timed = dict.fromkeys(name for record in records for name in record["us"] if name not in OURS)
+    others = ", ".join(NAMES.get(name, name) for name in timed if not name.startswith("hopper_"))
+    said = f"Ours is first in {len(cells) - len(lost)} of {len(cells)} cells, beside {others}"
     said += f"; not first: {'; '.join(lost)}." if lost else "."
     ratios: dict[str, list[float]] = {}
     for record in records:
-        ours = (compared(record) or (math.nan,))[0]
-        for name in record["us"]:
-            if name.startswith(PEER_PREFIX):
-                ratios.setdefault(name, []).append(record["us"][name] / ours)
+        if (found := compared(record)) is not None:
+            for name in filter(lambda each: each.startswith(PEER_PREFIX), record["us"]):
+                ratios.setdefault(name, []).append(record["us"][name] / found[0])
     for name, found_ratios in ratios.items():
         said += f" {name} takes {min(found_ratios):.2f} to {max(found_ratios):.2f} times as long as ours."
     return "\n".join([*lines, "", paragraph(said)])
@@ -107,6 +108,7 @@ def peers(found: Sequence[dict[str, Any]]) -> str:
     """
     timed = {name: version for each in found for name, version in each["timed"].items()}
     rows = [(name, f"timed: {version}") for name, version in timed.items()]
+    # Of the peers that there are now: a file keeps those of its time.
     untimed = {each.name for each in peer_classes()} - set(timed)
     skipped = {name: reason for each in found for name, reason in each["skipped"].items() if name in untimed}
     rows += [(name, f"skipped: {reason}") for name, reason in skipped.items()]
@@ -122,8 +124,7 @@ def part(lines: Sequence[str]) -> str:
     packages = conditions["packages"]
     where = f"{conditions['gpu']}, vLLM {packages['vllm']}, torch {packages['torch']}, Triton {packages['triton']}"
     said = [paragraph(f"Without a time: {'; '.join(found)}.")] if (found := failures(records)) else []
-    command = paragraph(f"{where}. Repeat with `{conditions['command']}`.")
-    return "\n\n".join([times(records), *said, command])
+    return "\n\n".join([f"{where}:", times(records), *said, paragraph(f"Repeat with `{conditions['command']}`.")])
 
 
 def table() -> str:

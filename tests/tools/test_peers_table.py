@@ -25,15 +25,16 @@ def test_cells_name_the_best_other_and_losses() -> None:
         record("mxfp4:a", 1, {"hopper_mxfp4": 10.0, "hopper_mxfp4_w4a8": 5.0, "stock:auto": 20.0, "peer:x": 15.0}),
         record("mxfp4:a", 64, {"hopper_mxfp4": 10.0, "peer:x": 9.0, "emulation": 1.0}),
         record("mxfp4:b", 64, {"hopper_mxfp4": 10.0, "q": 1.0, "stock:auto": 30.0}, activations={"q": "mxfp8"}),
-        record("mxfp4:b", 1, {"stock:auto": 9.0}, failures={"peer:y": "no kernel", "marlin": "why"}),
+        record("mxfp4:b", 1, {"peer:x": 9.0}, failures={"peer:y": "no kernel", "marlin": "why"}),
     ]
     text = peers_table.part([json.dumps(HEAD), *map(json.dumps, records), ""])
     assert "| mxfp4:a | 10.0, peer:x, 1.50 | 10.0, peer:x, 0.90 |" in text
     assert "| mxfp4:b |  | 10.0, stock, 3.00 |" in text
-    assert "Ours is first in 2 of 3 cells; not first: mxfp4:a at 64: peer:x 0.90." in text
-    assert "peer:x takes 0.90 to 1.50 times as long as ours." in " ".join(text.split())
+    said = " ".join(text.split())
+    assert "first in 2 of 3 cells, beside stock, peer:x, emulation, q; not first: mxfp4:a at 64: peer:x 0.90." in said
+    assert "peer:x takes 0.90 to 1.50 times as long as ours." in said
     assert "Without a time: mxfp4:b, peer:y: no kernel." in text and "marlin" not in text
-    assert "Triton 3.8.0. Repeat with `bench --peers`." in text
+    assert "Triton 3.8.0:\n" in text and "Repeat with `bench --peers`." in text
 
 
 def test_a_peer_is_skipped_if_no_benchmark_timed_it() -> None:

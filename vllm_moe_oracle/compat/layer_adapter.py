@@ -99,14 +99,14 @@ class LayerAdapter(EngineAdapter):
         asked = self.engine().parallel_config.expert_placement_strategy
         return "round_robin" if asked == "round_robin" and not parallel.enable_eplb else "linear"
 
-    def holds_expert(self, layer: Any, expert: int) -> bool:
-        """Whether this rank holds an expert.
+    def local_expert(self, layer: Any, expert: int) -> int:
+        """This rank's number of an expert, or -1.
 
         Args:
             layer: the layer.
             expert: the expert's number over all ranks; with redundant experts that of a copy.
         """
-        return bool(layer._map_global_expert_id_to_local_expert_id(expert) != -1)
+        return int(layer._map_global_expert_id_to_local_expert_id(expert))
 
     def activation(self, moe: Any) -> Activation:
         """The layer's activation with its parameters."""

@@ -166,7 +166,7 @@ def rename_parameters(layer: nn.Module, names: Mapping[str, str], wanted: Mappin
     return found
 
 
-def forbid_loading(parameter: nn.Parameter, layer: str, is_local: Callable[[int], bool]) -> None:
+def forbid_loading(parameter: nn.Parameter, layer: str, local_expert: Callable[[int], int]) -> None:
     """Makes it an error to load checkpoint weights into a converted parameter. vLLM's reload uses fresh parameters.
 
     Another rank's expert is passed over, as vLLM's loader does: where weights are converted while they are loaded, a
@@ -175,7 +175,7 @@ def forbid_loading(parameter: nn.Parameter, layer: str, is_local: Callable[[int]
     Args:
         parameter: a kernel tensor.
         layer: the layer's name, for the message.
-        is_local: whether this rank holds an expert, by its number over all ranks.
+        local_expert: this rank's number of an expert, or -1, by its number over all ranks.
     """
 
     def weight_loader(
@@ -186,7 +186,7 @@ def forbid_loading(parameter: nn.Parameter, layer: str, is_local: Callable[[int]
         expert_id: int | None = None,
         return_success: bool = False,
     ) -> bool | None:
-        if expert_id is not None and not is_local(expert_id):
+        if expert_id is not None and local_expert(expert_id) == -1:
             return False if return_success else None
         rule = "checkpoint weights were loaded into a layer whose weights are in the kernel's layout already"
         raise LifecycleError(rule, "Reload through vLLM's reload_weights, which starts from fresh parameters", layer)

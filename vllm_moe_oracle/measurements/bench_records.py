@@ -42,6 +42,8 @@ class _Conditions(msgspec.Struct, frozen=True):
 
 
 class _FirstLine(msgspec.Struct, frozen=True):
+    """The line before the records."""
+
     conditions: _Conditions
 
 

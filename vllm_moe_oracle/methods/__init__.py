@@ -9,7 +9,7 @@ Machinery:
 * `rank_agreement`: what all ranks have in common, compared before they compute together.
 * `rank_sync`: gathers the results of all ranks; a failure of one reaches the others.
 * `token_dispatch`: two backends for one layer, by number of tokens.
-* `weight_loading`: checks of tensors before vLLM's loader copies them; sentinels.
+* `weight_loading`: checks of tensors as vLLM's loader copies them; sentinels.
 * `load_summary`: which layers of a model are served by which backend.
 * `dtypes`: dtypes of models with quantized experts.
 

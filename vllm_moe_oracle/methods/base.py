@@ -326,7 +326,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
         loader = kwargs.get("weight_loader")
         unloaded = getattr(self._scheme(), "UNLOADED", {})
         if loader is not None and unloaded:
-            kwargs["weight_loader"] = weight_loading.validating_loader(loader, problem, self.rank_group)
+            kwargs["weight_loader"] = weight_loading.validating_loader(
+                loader, problem, self.rank_group, self.adapter.local_expert
+            )
         super().create_weights(layer, num_experts, *args, **kwargs)
         if problem.has_bias:
             self._register_biases(layer, kwargs)
@@ -385,6 +387,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
                 weight_loading.check_all_loaded(parameters, problem.layer)
                 weight_loading.fill_unloaded(parameters.values())
             raw = self._read_weights(layer)
+            weight_loading.end_load(layer.parameters(recurse=False))
             if self.settings.self_check != "off":
                 self._scheme().check_values(raw, problem)
         parallel = self.moe.moe_parallel_config
@@ -416,11 +419,11 @@ class OracleMoEMethod(FusedMoEMethodBase):
         offered = list(kernel_names.values())
         if problem.parallel.ep > 1:
             offered += weight_storage.keep_names(layer, loaded, problem.local_experts)
-        is_local = functools.partial(self.adapter.holds_expert, layer)
+        local_expert = functools.partial(self.adapter.local_expert, layer)
         for name in offered:
             parameter = getattr(layer, name)
             if not hasattr(parameter, "weight_loader"):
-                weight_storage.forbid_loading(parameter, problem.layer, is_local)
+                weight_storage.forbid_loading(parameter, problem.layer, local_expert)
         tensors = LayerTensors(layer, kernel_names)
         if self.moe_kernel is None:
             # Built once: a reload copies new values into the tensors that this kernel and captured graphs refer to.

@@ -159,7 +159,7 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
         layer.w13_input_scale = layer.w2_input_scale = None
         if "weight_loader" in kwargs:
             kwargs["weight_loader"] = weight_loading.validating_loader(
-                kwargs["weight_loader"], problem, self.rank_group
+                kwargs["weight_loader"], problem, self.rank_group, self.adapter.local_expert
             )
         shapes = self._scheme().shapes(problem)
         for own in ("w13", "w2"):

@@ -1,4 +1,4 @@
-"""Validation of a checkpoint's tensors before vLLM's loader copies them.
+"""Validation of a checkpoint's tensors as vLLM's loader copies them.
 
 The loader's copy converts dtypes and broadcasts shapes silently; of two tensors for one place the last counts; and a
 parameter that is never loaded keeps what its memory held. So the loader checks dtype and shape first, and that nothing
@@ -9,9 +9,8 @@ quantization. The sentinel is an attribute of the parameter, which vLLM copies.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +35,17 @@ _filled: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 the object, because vLLM copies attributes to new parameters."""
 
 _loaded_places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Places of a parameter that a tensor was loaded into, as (name, shard, expert); without expert: all of them."""
+"""The set of places of a parameter that were loaded; None once its layer is complete. Keyed by the object: a reload has
+new ones."""
 
 
-def validating_loader(loader: Callable[..., Any], problem: Problem, group: rank_sync.RankGroup) -> Callable[..., Any]:
-    """A layer's weight loader that validates each tensor first.
+def validating_loader(
+    loader: Callable[..., Any],
+    problem: Problem,
+    group: rank_sync.RankGroup,
+    local_expert: Callable[[Any, int], int],
+) -> Callable[..., Any]:
+    """A layer's weight loader that validates each tensor first, and that nothing is loaded over other values.
 
     An error is sent to the other ranks, too: each rank reads its own part of the files, and the others would wait for
     this one at their self-check.
@@ -52,56 +57,84 @@ def validating_loader(loader: Callable[..., Any], problem: Problem, group: rank_
         loader: the layer's loader, called as ``loader(param, loaded_weight, weight_name, shard_id, expert_id, ...)``.
         problem: the layer; its matrices have one row per output feature.
         group: the ranks that hold parts of the layer.
+        local_expert: this rank's number of an expert of a layer, or -1; see `LayerAdapter.local_expert`.
     """
     topic = f"loading the weights of {problem.layer}"
 
     def load_validated(
-        load: Callable[..., Any], param: nn.Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any
+        load: Callable[..., Any], layer: Any, param: nn.Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         with rank_sync.notify_on_failure(group, topic):
             fill_once(param)
             tensor = validated_tensor(param, loaded_weight, problem, *args, **kwargs)
-            with _no_other_values(param, problem, *args, **kwargs):
+            name, shard, expert = _place(*args, **kwargs)
+            local = None
+            if expert is not None and layer is not None and tensor.ndim < param.ndim:
+                local = local_expert(layer, expert)
+            if local == -1 or not loaded_before(param, (name, shard, expert)):
                 return load(param, tensor, *args, **kwargs)
+            held = param.data if local is None else param.data[local]
+            before = held.clone()
+            result = load(param, tensor, *args, **kwargs)
+            require_equal(before, held, _place_words(problem, name, shard, expert))
+            return result
 
     return _around(loader, load_validated)
 
 
-@contextlib.contextmanager
-def _no_other_values(
-    parameter: nn.Parameter,
-    problem: Problem,
-    weight_name: str = "",
-    shard_id: str | None = "",
-    expert_id: int | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Iterator[None]:
-    """Raises where the load in its body changes a place that was loaded before; arguments as `validated_tensor` has.
+def _place(
+    weight_name: str = "", shard_id: str | None = "", expert_id: int | None = None, *args: Any, **kwargs: Any
+) -> tuple[str, str | None, int | None]:
+    """Name, shard and expert, of a loader's arguments after the tensor."""
+    return weight_name, shard_id, expert_id
 
-    Raises:
-        CheckpointError: two of the checkpoint's tensors are for one place, and differ.
+
+def loaded_before(parameter: Tensor, place: Hashable) -> bool:
+    """Whether a place of a parameter was loaded before in this load. From now on it was.
+
+    Args:
+        parameter: the parameter. On the meta device, where vLLM only counts elements, no place is loaded.
+        place: names the place among those of the parameter.
     """
     if parameter.is_meta:
-        yield
-        return
-    place = (weight_name, shard_id, expert_id)
+        return False
     if parameter not in _loaded_places:
         _loaded_places[parameter] = set()
-    places: set[tuple[str, str | None, int | None]] = _loaded_places[parameter]
-    before = parameter.data.clone() if place in places else None
-    yield
+    places: set[Hashable] | None = _loaded_places[parameter]
+    if places is None or place in places:
+        return places is not None
     places.add(place)
-    if before is not None and not torch.equal(before.view(torch.uint8), parameter.data.view(torch.uint8)):
-        where = _place_words(problem, *place)
+    return False
+
+
+def require_equal(held: Tensor, new: Tensor, where: str) -> None:
+    """Raises where a place would get other values than it holds.
+
+    Args:
+        held: what the place held.
+        new: what is to be there; any dtype and device.
+        where: the place, for the message.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    same = new.to(device=held.device, dtype=held.dtype)
+    if not torch.equal(held.contiguous().view(torch.uint8), same.contiguous().view(torch.uint8)):
         rule = "the checkpoint has two tensors for it, with different values"
-        raise CheckpointError(rule, "Remove the file that does not belong to the model", where)
+        remedy = "Look for two files, or two names in one file, that hold it; verify names a tensor that two files hold"
+        raise CheckpointError(rule, remedy, where)
+
+
+def end_load(parameters: Iterable[Tensor]) -> None:
+    """Forgets what was loaded into parameters, whose layer is complete: later loads into them bring new values."""
+    for parameter in parameters:
+        _loaded_places[parameter] = None
 
 
 def filling_loader(loader: Callable[..., Any]) -> Callable[..., Any]:
     """A loader that fills a parameter's new memory with the sentinel first; otherwise as `validating_loader`."""
 
-    def load_filled(load: Callable[..., Any], param: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+    def load_filled(load: Callable[..., Any], layer: Any, param: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
         fill_once(param)
         return load(param, *args, **kwargs)
 
@@ -109,16 +142,16 @@ def filling_loader(loader: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _around(loader: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """A loader that calls `call(load, param, ...)`, where `load` is the loader that was there: bound to the same layer,
-    with the same attributes."""
+    """A loader that calls `call(load, layer, param, ...)`, where `load` is the loader that was there: bound to the same
+    layer, with the same attributes. The layer is None for a function."""
     layer = getattr(loader, "__self__", None)
     if layer is None:
-        return functools.wraps(loader)(functools.partial(call, loader))
+        return functools.wraps(loader)(functools.partial(call, loader, None))
     function = loader.__func__  # type: ignore[attr-defined]
 
     @functools.wraps(function)
     def load_bound(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return call(functools.partial(function, self), *args, **kwargs)
+        return call(functools.partial(function, self), self, *args, **kwargs)
 
     return MethodType(load_bound, layer)
 

@@ -201,9 +201,10 @@ class Wna16MoEMethod(OracleMoEMethod):
             Whether the expert is one of this rank's.
 
         Raises:
-            CheckpointError: the tensor has another dtype or shape than the packing stores.
+            CheckpointError: the tensor has another dtype or shape than the packing stores, or its place was loaded with
+                other values.
         """
-        local = layer._map_global_expert_id_to_local_expert_id(expert)
+        local = self.adapter.local_expert(layer, expert)
         if local == -1:
             return False
         problem = self.decision.problem
@@ -222,13 +223,19 @@ class Wna16MoEMethod(OracleMoEMethod):
         for each, whole in parts.items():
             _wna16_checkpoint.check_checkpoint_tensor(whole, suffix, each, problem, self.file_packing, where)
             self._loaded.add((name, local, each))
+            again = weight_loading.loaded_before(param, (local, each))
             rank = self.moe.moe_parallel_config.tp_rank
             mine = _wna16_checkpoint.rank_shard(whole, suffix, each, problem, self.file_packing, rank)
             if each == "w3" and suffix == "_order":
                 # Gate and up multiply the same inputs and share one order.
+                if again:
+                    weight_loading.require_equal(self._up_groups[local], mine, where)
                 self._up_groups[local] = mine
                 continue
-            _wna16_checkpoint.destination(param.data[local], mine, suffix, each, problem).copy_(mine)
+            place = _wna16_checkpoint.destination(param.data[local], mine, suffix, each, problem)
+            if again:
+                weight_loading.require_equal(place, mine, where)
+            place.copy_(mine)
         return True
 
     def _check_unread(self, tensor: Tensor, name: str, shard: str, expert: int) -> None:

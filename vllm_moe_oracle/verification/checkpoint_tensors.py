@@ -9,6 +9,7 @@ the name of a tensor otherwise.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,7 +138,8 @@ def _files_of(folder: Path) -> list[Path]:
         if strange is not None:
             raise CheckpointError(f"names {short_repr(strange)}, which is no file of its folder", where=str(index))
     else:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        # Not `Path.glob`, for which a folder that may not be listed is an empty one.
+        names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     if not names:
         rule = "the folder has no safetensors files"
         raise CheckpointError(rule, "Give the folder with the model's tensors, not its config alone", str(folder))

@@ -30,9 +30,9 @@ LISTED = (
         "lmdeploy 0.18.0",
         "turbomind/linear.py offers grouped products (MXFP4, int4); routing, gpt-oss's activation with biases and the "
         "sort of slots are inside its engine. With a sort of this project's, layers of int4 and MXFP4 were right when "
-        "called on an H200 (errors 4e-3 and 1e-2), but every replay of a CUDA graph after the first could be wrong (up "
-        "to 0.6, with its default kernels), and kernels that it had measured met an illegal instruction. Machine code "
-        "of other GPUs had been cut from its library",
+        "called on an H200 (errors 4e-3 and 1e-2). In a CUDA graph, which timing needs, replays after the first were "
+        "wrong (errors up to 0.6), or met an illegal instruction. Tried with a library from which this project had cut "
+        "the machine code of other GPUs",
     ),
     ListedPeer(
         "TokenSpeed's Marlin",
