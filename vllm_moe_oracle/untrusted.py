@@ -60,6 +60,20 @@ def describe(error: Exception) -> str:
     return words.partition(": ")[2] if speaks and ": " in words else words
 
 
+def exists(path: Path) -> bool:
+    """Whether there is something at a path. `Path.exists` of newer Pythons says no where nobody may look.
+
+    Raises:
+        OSError: a permission is missing, or the name is too long.
+        ValueError: the name holds a null byte.
+    """
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def read_file(path: Path | str, most: int, kind: type[OracleError]) -> bytes:
     """The bytes of a regular file. A leading ``~`` is the user's home.
 

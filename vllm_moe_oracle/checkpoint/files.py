@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import CheckpointError, LeftToStockError
 from ..quantization.fields import short_repr
-from ..untrusted import boundary, parse_json, read_file
+from ..untrusted import boundary, exists, parse_json, read_file
 from . import mistral_params
 from .biases import has_nonzero_expert_biases
 from .hub_cache import cached_snapshot, is_hub_name
@@ -58,7 +58,7 @@ def read_checkpoint(path: Path | str) -> CheckpointFiles:
 
 
 def _read_checkpoint(path: Path) -> CheckpointFiles:
-    found = path.exists()
+    found = exists(path)
     if not found and is_hub_name(str(path)) and (snapshot := cached_snapshot(str(path))) is not None:
         return _read_checkpoint(snapshot)
     if not found:
@@ -70,9 +70,9 @@ def _read_checkpoint(path: Path) -> CheckpointFiles:
             )
         raise CheckpointError("no such file or folder", remedy, str(path))
     file = path / "config.json" if path.is_dir() else path
-    if path.is_dir() and not file.exists() and (path / mistral_params.FILE_NAME).exists():
+    if path.is_dir() and not exists(file) and exists(path / mistral_params.FILE_NAME):
         file = path / mistral_params.FILE_NAME
-    if not file.exists():
+    if not exists(file):
         raise _missing_config_error(path)
     top = _read_json_object(file)
     if file.name == mistral_params.FILE_NAME:
@@ -161,10 +161,10 @@ def _quantization_config(
         if not isinstance(found, Mapping):
             raise CheckpointError(f"{field} is {short_repr(found)}, not an object", where=str(file))
         mixed = str(found.get("quant_algo", "")).upper() == "MIXED_PRECISION"
-        if mixed and "quantized_layers" not in found and beside is not None and beside.exists():
+        if mixed and "quantized_layers" not in found and beside is not None and exists(beside):
             # Older ModelOpt releases write the algorithm into config.json and its layers into the other file only.
             break
         return found, f"{file}, {field}"
-    if beside is not None and beside.exists():
+    if beside is not None and exists(beside):
         return _read_json_object(beside), str(beside)
     return None

@@ -26,7 +26,7 @@ from ..quantization.types import GATED_PROJECTIONS, UNGATED_PROJECTIONS, LayerNa
 from ..schemes import _wna16_checkpoint as wna16_files
 from ..schemes import _wna16_parameters as wna16_parameters
 from ..schemes._checks import dtype_name, packed_bytes
-from ..untrusted import boundary, parse_json, read_file
+from ..untrusted import boundary, exists, parse_json, read_file
 
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 64 << 20
@@ -128,7 +128,7 @@ class TensorFiles:
 def _files_of(folder: Path) -> list[Path]:
     """The files that hold a checkpoint's tensors: those of its index where it has one, as vLLM reads them."""
     index = folder / _INDEX
-    if index.exists():
+    if exists(index):
         listed = parse_json(read_file(index, _MAX_INDEX_BYTES, CheckpointError), CheckpointError, str(index))
         places = listed.get("weight_map") if isinstance(listed, dict) else None
         if not isinstance(places, dict) or not all(isinstance(each, str) for each in places.values()):

@@ -25,7 +25,7 @@ from ...devices.detect import installed_packages
 from ...errors import CheckpointError, MeasurementError, printable
 from ...measurements.paired_turns import CONFIDENCE, PairedComparison, compare
 from ...settings import excluded_by_vllm, server_environment
-from ...untrusted import boundary
+from ...untrusted import boundary, exists
 from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, output, served_benchmark
 from ..arguments import AsJson, count_option, counts_option, file_option, seconds_option
 from ..kept_turns import KeptTurns, ServedTurn
@@ -111,7 +111,7 @@ def command(
         raise MeasurementError("there is nothing to resume", "Give the folder of the ended run: --logs", "--resume")
     if model.startswith(("/", "./", "../", "~")):
         with boundary(CheckpointError, "cannot be read", where=model):
-            found = Path(model).expanduser().exists()
+            found = exists(Path(model).expanduser())
         if not found:
             raise CheckpointError("no such file or folder", "Give a checkpoint's folder, or a name of the Hub", model)
     run = _Run(model, tuple(each for each in context.args if each != "--"), loads, port, start_timeout)
