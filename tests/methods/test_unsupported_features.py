@@ -294,7 +294,7 @@ def test_faults_in_loaded_or_converted_weights_are_reported(monkeypatch: pytest.
     monkeypatch.setattr(method, "_read_weights", raises("damaged"), raising=False)
     for words in ("damaged", "no room"):
         with pytest.raises(ValueError, match=words):
-            method.process_weights_after_loading(SimpleNamespace())
+            method.process_weights_after_loading(torch.nn.Module())
         monkeypatch.setattr(method, "_read_weights", lambda layer: {})
         monkeypatch.setattr(method, "_install_weights", raises("no room"), raising=False)
     layer = problem().layer

@@ -3,8 +3,8 @@
 ``--write`` makes ``vllm_moe_oracle/profiles/stock_nvidia_GPU.json`` of each GPU's committed benchmarks under
 ``tests/golden/GPU``: ``choice*-vllm-VERSION.jsonl`` (``vllm-moe-oracle bench --stock auto --jsonl FILE``), and of
 ``unlisted-*-vllm-VERSION.jsonl`` (`tests.gpu.unlisted_layers`) the layers that ran beside stock's. Of a layer in
-several of them, the last run counts at each number of tokens. Without ``--write`` the exit status is 1 where a file is
-stale.
+several of them, the last run counts at each number of tokens, the first kind's before the second's. Without ``--write``
+the exit status is 1 where a file is stale.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import KernelShape, Sample
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-PATTERNS = ("*/choice*-vllm-*.jsonl", "*/unlisted-*-vllm-*.jsonl")
-"""Files of records; those of a later pattern are newer."""
+PATTERNS = ("*/unlisted-*-vllm-*.jsonl", "*/choice*-vllm-*.jsonl")
+"""Files of records. Those of a later pattern count: they judge choices (`oracle_quality`), and the others made them."""
 ACTIVATIONS = "stock"
 """Stands where a backend's precision of activations is; a stock layer does not say it."""
 
@@ -35,7 +35,8 @@ def runs(paths: list[Path]) -> dict[str, list[tuple[dict[str, str], Environment,
     """The benchmarks by GPU, in the order in which they ran.
 
     Args:
-        paths: files of records. The number after ``choice-`` or ``unlisted-`` is the run's; the first choice has none.
+        paths: files of records, any order. The number after ``choice-`` or ``unlisted-`` is the run's; the first choice
+            has none.
     """
     found: dict[str, list[tuple[dict[str, str], Environment, Layers]]] = {}
     for path in sorted(paths, key=_run):
@@ -53,9 +54,9 @@ def runs(paths: list[Path]) -> dict[str, list[tuple[dict[str, str], Environment,
 
 
 def _run(path: Path) -> tuple[bool, int]:
-    """Whether it is one of unlisted layers, and the run's number."""
+    """Whether it is one of choices, and the run's number."""
     match = re.match(r"[a-z]+-(\d+)-vllm", path.name)
-    return path.name.startswith("unlisted"), int(match[1]) if match else 1
+    return path.name.startswith("choice"), int(match[1]) if match else 1
 
 
 def measured() -> dict[str, list[tuple[dict[str, str], Environment, Layers]]]:

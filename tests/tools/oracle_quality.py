@@ -29,7 +29,7 @@ from tests.gpu.unlisted_layers import LAYERS
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.core.measurement_set import Latencies, MeasurementSet
 from vllm_moe_oracle.core.objectives import parse_objective
-from vllm_moe_oracle.core.problem import Device
+from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.devices import catalog
 from vllm_moe_oracle.measurements import latency_model, lookup, model_shapes, profile
 from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
@@ -57,7 +57,7 @@ class Row:
         best: the fastest backend that computes the same.
         best_us: its time.
         stock_us: time of stock vLLM's default; None if it could not run.
-        apart: whether the shipped profile's times of the layer come from another run.
+        apart: whether the shipped profile's times come from another run.
     """
 
     layer: str
@@ -102,12 +102,20 @@ def _row(record: Mapping[str, Any], machine: Device, chosen: settings.Settings, 
     static = next(each for each in decision.candidates if each.accepted)
     names = equivalent_backends(static, decision.candidates)
     times = {name: record["us"][name] for name in names if name in record["us"]}
+    apart = apart or answering is None or not _is_shipped(times, answering, layer, record["tokens"])
     choice = decision.backend_for(record["tokens"])
     if choice not in times:
         raise SystemExit(f"{layer.layer}, {record['tokens']} tokens: {choice} was chosen and not timed")
     best = min(times, key=lambda name: times[name])
     stock = record["us"].get(STOCK)
     yield Row(layer.layer, record["tokens"], choice, decision.why, times[choice], best, times[best], stock, apart)
+
+
+def _is_shipped(times: Mapping[str, float], answering: profile.Profile, layer: Problem, tokens: int) -> bool:
+    """Whether a profile has a record's own times: some of a layer may be another run's."""
+    shipped = {each.backend: each.us for each in answering.samples(kernel_shape_of(layer)) if each.tokens == tokens}
+    pairs = [(time, shipped[name]) for name, time in times.items() if name in shipped]
+    return bool(pairs) and all(abs(one - other) < 0.006 for one, other in pairs)
 
 
 def summary(found: list[Row]) -> list[str]:

@@ -56,7 +56,7 @@ def test_of_several_runs_the_last_one_counts(tmp_path: Path) -> None:
 
 
 def test_unlisted_layers_count_where_stock_ran(tmp_path: Path) -> None:
-    """After the layers of a choice, whatever their numbers; expert-parallel ranks have no layer of stock's."""
+    """Where no run of choices has the layer, whatever their numbers. Expert-parallel ranks have no layer of stock's."""
     source = golden_files.newest("unlisted-9")
     expected = {
         record["layer"]["name"]
@@ -70,12 +70,14 @@ def test_unlisted_layers_count_where_stock_ran(tmp_path: Path) -> None:
         record["quartiles"] |= {STOCK_DEFAULT: [1.0, 1.0]}
         record["replays"] |= {STOCK_DEFAULT: 9}
     others = [record for record in others if record["layer"]["name"] in expected]
-    earlier = tmp_path / f"choice-90-vllm-{NEWEST}.jsonl"
-    earlier.write_text("\n".join([head, *map(json.dumps, others)]))
-    ((_, found),) = comparisons.runs([source]).items()
-    ((_, both),) = comparisons.runs([source, earlier]).items()
-    entries = comparisons.comparison(found).entries
-    assert 0 < len(entries) == len(expected) and entries == comparisons.comparison(both).entries
+    choice = tmp_path / f"choice-2-vllm-{NEWEST}.jsonl"
+    choice.write_text("\n".join([head, *map(json.dumps, others)]))
+    for given, first in (([source], None), ([source, choice], 1.0), ([choice, source], 1.0)):
+        ((_, found),) = comparisons.runs(given).items()
+        entries = comparisons.comparison(found).entries
+        times = [each.backends[STOCK_DEFAULT].times["uniform"].values() for each in entries]
+        assert len(entries) == len(expected) > 0
+        assert first is None or {time[0] for each in times for time in each} == {first}
 
 
 def test_a_later_run_keeps_the_numbers_of_tokens_it_lacks(tmp_path: Path) -> None:
