@@ -72,11 +72,12 @@ def test_the_current_folder_is_not_needed(run: Run, place: Path, monkeypatch: py
             result = run("explain", ".", "--device", "h200")
     finally:
         os.chdir(before)
-    words = "cannot be read: Permission denied" if kind == "closed" else "the folder has no config.json: it is empty"
-    assert (result.status, result.err) == (2, f"error: .: {words}{REMEDY[kind]}\n")
-
-
-REMEDY = {"closed": "", "removed": ". Give the folder that config.json and the tensors are in"}
+    remedy = "Give the folder that config.json and the tensors are in"
+    words = {
+        "closed": "cannot be read: Permission denied",
+        "removed": f"the folder has no config.json: it is empty. {remedy}",
+    }
+    assert (result.status, result.err) == (2, f"error: .: {words[kind]}\n")
 
 
 def test_modes_hold_for_the_test_itself(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_stock_s_times_are_shipped() -> None:
     refused = [each for each in content.panels if "stock:auto" in each.failures]
     assert {each.name for each in refused} >= {"mxfp8:gpt-oss-20b", "int4_g32:gpt-oss-120b"}
     table = (golden_files.FOLDER / "h200" / "choice.md").read_text(encoding="utf-8")
-    own_run = table.partition("Layers whose shipped times are from another run")[2].partition("\n\nLayers")[0]
+    own_run = table.partition("Choices by shipped times of another run")[2].partition("\n\nChoices")[0]
     # The table is of the runs of choices.
     files = (golden_files.FOLDER / "h200").glob("choice*.jsonl")
     lines = [line for file in files for line in file.read_text().splitlines()]

@@ -59,11 +59,6 @@ def _run(path: Path) -> tuple[bool, int]:
     return path.name.startswith("choice"), int(match[1]) if match else 1
 
 
-def measured() -> dict[str, list[tuple[dict[str, str], Environment, Layers]]]:
-    """All committed benchmarks with stock's layer, by GPU."""
-    return runs([path for pattern in PATTERNS for path in GOLDEN.glob(pattern)])
-
-
 def comparison(found: list[tuple[dict[str, str], Environment, Layers]]) -> profile.Profile:
     """One profile of a GPU's benchmarks.
 
@@ -117,7 +112,7 @@ def files() -> dict[Path, bytes]:
     """Every file with what should be in it."""
     return {
         profile.SHIPPED_FOLDER / f"stock_{gpu.lower().replace(' ', '_')}.json": profile.encode(comparison(found))
-        for gpu, found in measured().items()
+        for gpu, found in runs([path for pattern in PATTERNS for path in GOLDEN.glob(pattern)]).items()
     }
 
 

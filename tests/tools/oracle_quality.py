@@ -4,7 +4,7 @@
 
 For each layer and number of tokens of a benchmark (``vllm-moe-oracle bench --jsonl``, kept in tests/golden/h200), the
 oracle decides with the shipped profiles. Its choice is compared with the fastest accepted backend and with stock vLLM's
-default in the benchmark. Layers whose profile comes from the same run are listed apart. ``--write`` writes the table
+default in the benchmark. Choices by times of the same run are listed apart. ``--write`` writes the table
 tests/golden/h200/choice.md. Without it the exit status is 1 if the table is stale, if fewer than 95 % of the choices
 are within 3 % of the fastest backend, or if one is more than 8 % slower.
 
@@ -89,20 +89,19 @@ def rows(lines: Iterator[str], chosen: settings.Settings) -> list[Row]:
         card.kind, conditions["gpu"], card.capability, card.sm_count, card.memory_gib,
         packages=conditions["packages"], driver=conditions["driver"],
     )  # fmt: skip
-    return [row for line in lines for row in _row(json.loads(line), machine, chosen, conditions.get("command"))]
+    return [row for line in lines for row in _row(json.loads(line), machine, chosen)]
 
 
-def _row(record: Mapping[str, Any], machine: Device, chosen: settings.Settings, command: str | None) -> Iterator[Row]:
+def _row(record: Mapping[str, Any], machine: Device, chosen: settings.Settings) -> Iterator[Row]:
     layer = model_shapes.parse(record["layer"]["name"])
     # The first profile of the GPU that has the shape is used alone.
     own = (each for each in profile.shipped() if catalog.is_same_gpu(each.environment.gpu, machine.name))
     answering = next((each for each in own if each.samples(kernel_shape_of(layer))), None)
-    apart = answering is None or answering.conditions.get("command") != command
     decision = decide(layer, machine, chosen, measurements=lookup.find_measurements(layer, machine, chosen))
     static = next(each for each in decision.candidates if each.accepted)
     names = equivalent_backends(static, decision.candidates)
     times = {name: record["us"][name] for name in names if name in record["us"]}
-    apart = apart or answering is None or not _is_shipped(times, answering, layer, record["tokens"])
+    apart = answering is None or not _is_shipped(times, answering, layer, record["tokens"])
     choice = decision.backend_for(record["tokens"])
     if choice not in times:
         raise SystemExit(f"{layer.layer}, {record['tokens']} tokens: {choice} was chosen and not timed")
@@ -112,7 +111,8 @@ def _row(record: Mapping[str, Any], machine: Device, chosen: settings.Settings, 
 
 
 def _is_shipped(times: Mapping[str, float], answering: profile.Profile, layer: Problem, tokens: int) -> bool:
-    """Whether a profile has a record's own times: some of a layer may be another run's."""
+    """Whether a profile has a record's times, in microseconds to the hundredth. Times of one layer may be of several
+    runs."""
     shipped = {each.backend: each.us for each in answering.samples(kernel_shape_of(layer)) if each.tokens == tokens}
     pairs = [(time, shipped[name]) for name, time in times.items() if name in shipped]
     return bool(pairs) and all(abs(one - other) < 0.006 for one, other in pairs)
@@ -147,8 +147,8 @@ def table(found: list[Row], sources: list[str]) -> str:
         "the shipped profiles.",
     ]
     parts = {
-        "Layers whose shipped times are from another run than these:": [row for row in found if row.apart],
-        "Layers whose shipped times are from the same run. This tests that one backend for all numbers of tokens\n"
+        "Choices by shipped times of another run than these:": [row for row in found if row.apart],
+        "Choices by shipped times of the same run. This tests that one backend for all numbers of tokens\n"
         "loses little at each:": [row for row in found if not row.apart],
     }
     if all(parts.values()):

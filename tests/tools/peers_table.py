@@ -39,20 +39,24 @@ def read(lines: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def compared(record: dict[str, Any]) -> tuple[float, str, float] | None:
     """Our time, the fastest other kernel and its time; None where one is missing.
 
-    Ours is this project's kernel with activations in 16 bits. Others are peers, backends and stock's layers that do not
-    quantize activations either, as far as a record says so.
+    Ours is this project's kernel with activations in 16 bits.
     """
-    us, precision = record["us"], record.get("activations", {})
-    ours = min((time for name, time in us.items() if name in OURS), default=None)
-    others = {
-        name: time
-        for name, time in us.items()
-        if not name.startswith("hopper_") and name != "emulation" and precision.get(name, "16bit") == "16bit"
-    }
+    others = others_of(record)
+    ours = min((time for name, time in record["us"].items() if name in OURS), default=None)
     if ours is None or not others:
         return None
     best = min(others, key=lambda name: others[name])
     return ours, NAMES.get(best, best), others[best]
+
+
+def others_of(record: dict[str, Any]) -> dict[str, float]:
+    """Times of peers, backends and stock's layers that do not quantize activations, as far as a record says so."""
+    precision = record.get("activations", {})
+    return {
+        name: time
+        for name, time in record["us"].items()
+        if not name.startswith("hopper_") and name != "emulation" and precision.get(name, "16bit") == "16bit"
+    }
 
 
 def times(records: Sequence[dict[str, Any]]) -> str:
@@ -76,15 +80,15 @@ def times(records: Sequence[dict[str, Any]]) -> str:
         for (layer, tokens), (ours, name, time) in cells.items()
         if time < ours
     ]
-    timed = dict.fromkeys(name for record in records for name in record["us"] if name not in OURS)
-    others = ", ".join(NAMES.get(name, name) for name in timed if not name.startswith("hopper_"))
+    others = ", ".join(dict.fromkeys(NAMES.get(name, name) for record in records for name in others_of(record)))
     said = f"Ours is first in {len(cells) - len(lost)} of {len(cells)} cells, beside {others}"
     said += f"; not first: {'; '.join(lost)}." if lost else "."
     ratios: dict[str, list[float]] = {}
     for record in records:
         if (found := compared(record)) is not None:
-            for name in filter(lambda each: each.startswith(PEER_PREFIX), record["us"]):
-                ratios.setdefault(name, []).append(record["us"][name] / found[0])
+            for name, us in others_of(record).items():
+                if name.startswith(PEER_PREFIX):
+                    ratios.setdefault(name, []).append(us / found[0])
     for name, found_ratios in ratios.items():
         said += f" {name} takes {min(found_ratios):.2f} to {max(found_ratios):.2f} times as long as ours."
     return "\n".join([*lines, "", paragraph(said)])

@@ -43,6 +43,18 @@ def test_new_times_replace_old_ones_and_everything_else_stays() -> None:
     assert [each.kernel_shape for each in made.entries] == [each.kernel_shape for each in SHIPPED.entries]
 
 
+def test_a_layer_where_nothing_is_chosen_is_left_out() -> None:
+    """One kernel for each precision of activations: no time could change which one runs."""
+    shape = msgspec.structs.replace(ENTRY.kernel_shape, hidden_size=64)
+    one = next(each for each in SHIPPED.samples(ENTRY.kernel_shape) if not each.failure)
+    quantizing = msgspec.structs.replace(one, backend="hopper_mxfp8_w8a8", activations="mxfp8")
+    same = msgspec.structs.replace(one, backend="marlin_mxfp8")
+    assert one.activations != "mxfp8" and one.backend != same.backend
+    for found, expected in (([one], False), ([one, quantizing], False), ([one, quantizing, same], True)):
+        made = merge_times.merged(SHIPPED, SHIPPED.environment, {shape: found})
+        assert bool(made.samples(shape)) is expected
+
+
 def test_times_go_to_the_profile_that_has_their_layer() -> None:
     """A GPU may have several profiles: a layer in two of them would have old times beside new ones."""
     shipped = {

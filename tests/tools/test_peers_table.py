@@ -31,7 +31,7 @@ def test_cells_name_the_best_other_and_losses() -> None:
     assert "| mxfp4:a | 10.0, peer:x, 1.50 | 10.0, peer:x, 0.90 |" in text
     assert "| mxfp4:b |  | 10.0, stock, 3.00 |" in text
     said = " ".join(text.split())
-    assert "first in 2 of 3 cells, beside stock, peer:x, emulation, q; not first: mxfp4:a at 64: peer:x 0.90." in said
+    assert "first in 2 of 3 cells, beside stock, peer:x; not first: mxfp4:a at 64: peer:x 0.90." in said
     assert "peer:x takes 0.90 to 1.50 times as long as ours." in said
     assert "Without a time: mxfp4:b, peer:y: no kernel." in text and "marlin" not in text
     assert "Triton 3.8.0:\n" in text and "Repeat with `bench --peers`." in text

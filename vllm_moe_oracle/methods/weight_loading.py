@@ -90,10 +90,10 @@ def _place(
 
 
 def loaded_before(parameter: Tensor, place: Hashable) -> bool:
-    """Whether a place of a parameter was loaded before in this load. From now on it was.
+    """Whether a place of a parameter was loaded before in this load. From now on it was; False after `end_load`.
 
     Args:
-        parameter: the parameter. On the meta device, where vLLM only counts elements, no place is loaded.
+        parameter: `[local_experts, ...]`. On the meta device, where vLLM only counts elements, no place is loaded.
         place: names the place among those of the parameter.
     """
     if parameter.is_meta:
@@ -112,15 +112,18 @@ def require_equal(held: Tensor, new: Tensor, where: str) -> None:
 
     Args:
         held: what the place held.
-        new: what is to be there; any dtype and device.
+        new: what is to be there, of the same shape; any dtype and device.
         where: the place, for the message.
 
     Raises:
-        CheckpointError: they differ.
+        CheckpointError: their bytes differ in the dtype of `held`.
     """
-    same = new.to(device=held.device, dtype=held.dtype)
-    if not torch.equal(held.contiguous().view(torch.uint8), same.contiguous().view(torch.uint8)):
-        rule = "the checkpoint has two tensors for it, with different values"
+    before, after = (
+        each.to(device=held.device, dtype=held.dtype).contiguous().view(torch.uint8) for each in (held, new)
+    )
+    if not torch.equal(before, after):
+        different = int((before != after).sum())
+        rule = f"the checkpoint has two tensors for it, with different values in {different} of {before.numel()} bytes"
         remedy = "Look for two files, or two names in one file, that hold it; verify names a tensor that two files hold"
         raise CheckpointError(rule, remedy, where)
 

@@ -310,8 +310,8 @@ def _resolve_device(word: str) -> Device:
     if word == "auto":
         return detect.detect()
     # Not `Path.is_file`, which raises where the current folder may not be entered.
-    is_file = word.endswith(".json") or "/" in word or os.path.isfile(word)
-    if word not in catalog.known_device_names() and is_file:
+    is_path = word.endswith(".json") or "/" in word or os.path.isfile(word)
+    if word not in catalog.known_device_names() and is_path:
         return catalog.load_device(Path(word))
     try:
         return catalog.known_device(word)
