@@ -129,6 +129,17 @@ def test_another_ranks_expert_and_elements_that_are_counted_have_no_place() -> N
         loader(counted, tensor, NAME, "w1", 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_values_are_compared_to_the_bit_and_counted(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    held = torch.zeros(*shape, 2, dtype=dtype)[..., 0]  # its elements do not lie together; a scalar for shape ()
+    weight_loading.require_equal(held, torch.zeros(shape), "there")
+    other = held.clone(memory_format=torch.contiguous_format)
+    other.view(-1).view(torch.uint8)[0] = 1
+    with pytest.raises(CheckpointError, match=rf"there: .* in 1 of {held.numel() * dtype.itemsize} bytes\."):
+        weight_loading.require_equal(held, other, "there")
+
+
 def test_tensors_of_all_experts_are_compared_as_a_whole() -> None:
     data = torch.zeros(4, 128, 32, dtype=torch.uint8)
     parameter = torch.nn.Parameter(data.clone(), requires_grad=False)

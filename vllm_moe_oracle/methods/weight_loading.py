@@ -119,7 +119,7 @@ def require_equal(held: Tensor, new: Tensor, where: str) -> None:
         CheckpointError: their bytes differ in the dtype of `held`.
     """
     before, after = (
-        each.to(device=held.device, dtype=held.dtype).contiguous().view(torch.uint8) for each in (held, new)
+        each.to(device=held.device, dtype=held.dtype).contiguous().reshape(-1).view(torch.uint8) for each in (held, new)
     )
     if not torch.equal(before, after):
         different = int((before != after).sum())
