@@ -13,6 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +140,59 @@ def async_engine(job: dict[str, Any]) -> dict[str, Any]:
             llm.shutdown()
 
     return {"said": asyncio.run(all_of_them())}
+
+
+def over_http(job: dict[str, Any]) -> dict[str, Any]:
+    """What ``vllm serve`` starts: one request alone, then the same one four times among 60 others at once, which
+    data-parallel ranks share. Where vLLM is told to be batch invariant, all five have the same bits.
+
+    Raises:
+        ServingError: the server ended before it answered.
+    """
+    import httpx
+
+    from vllm_moe_oracle.cli import served_benchmark
+
+    arguments = engine_arguments(job, skip_tokenizer_init=False, max_num_seqs=64, max_num_batched_tokens=4096)
+    del arguments["model"]
+    words = ["--served-model-name", "tiny"]
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    port = served_benchmark.free_port()
+    command = served_benchmark.server_command(job["checkpoint"], port, words)
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    url = f"http://{served_benchmark.LOCALHOST}:{port}/v1/completions"
+
+    def ask(prompt: list[int]) -> dict[str, Any]:
+        request = {
+            "model": "tiny", "prompt": prompt, "max_tokens": job["tokens"], "temperature": 0.0, "logprobs": -1,
+            "ignore_eos": True, "return_token_ids": True, "return_tokens_as_token_ids": True,
+        }  # fmt: skip
+        reply = httpx.post(url, json=request, timeout=60)
+        reply.raise_for_status()
+        choice = reply.json()["choices"][0]
+        rows = [[row[f"token_id:{token}"] for token in range(len(row))] for row in choice["logprobs"]["top_logprobs"]]
+        return {"tokens": choice["token_ids"], "logprobs": rows}
+
+    prompts = [[3 + (start + index) % 60 for index in range(2 + start % 17)] for start in range(60)]
+    for place in (7, 23, 41, 60):
+        prompts.insert(place, job["prompt"])
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        with (
+            served_benchmark.server(command, environment, port, log, limit=150),
+            ThreadPoolExecutor(len(prompts)) as pool,
+        ):
+            alone = ask(job["prompt"])
+            answers = list(pool.map(ask, prompts))
+        print(log.read_text())  # what is looked for in an engine's output
+    among = [each for each, prompt in zip(answers, prompts, strict=True) if prompt is job["prompt"]]
+    invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
+    return {"said": [alone, *among], **({"same_bits": all(each == alone for each in among)} if invariant else {})}
 
 
 def _reload(job: dict[str, Any], *parts: str) -> dict[str, Any]:

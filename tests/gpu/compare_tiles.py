@@ -38,7 +38,7 @@ LAYERS = (
     "qwen3_30b@ep2", "mixtral-8x7b@ep8", "mixtral-8x7b@ep4", "mixtral-8x22b@ep8", "jamba-mini@ep8", "dbrx@ep8",
     "llama-4-scout@ep8", "phi-3.5-moe@ep8", "phi-3.5-moe@ep4", "arctic@ep64", "grok-1@ep8",
 )  # fmt: skip
-SCHEMES = ("mxfp8", "mxfp4", "int4_128", "int4_32")
+SCHEMES = ("mxfp8", "mxfp4", "int4_128", "int4_128z", "int4_32")
 
 
 def cells(measured: bool) -> list[tuple[str, str]]:
@@ -53,7 +53,7 @@ def cells(measured: bool) -> list[tuple[str, str]]:
             format, _, group = scheme.partition("_")
             if scheme == "int4_32" and inner % 128 == 0:
                 continue  # for layers that cannot have groups of 128
-            if not storage_errors(format, hidden, inner, int(group or 32), torch.bfloat16):
+            if not storage_errors(format, hidden, inner, int(group.rstrip("z") or 32), torch.bfloat16):
                 found.append((scheme, shape))
     return found
 

@@ -81,6 +81,11 @@ FEATURES: dict[str, dict[str, Any]] = {
         "feature": "in_a_batch", "engine": TWO, "environment": {"VLLM_BATCH_INVARIANT": "1"}, "oracle": {},
     },
     "pipeline": {"feature": "generate", "engine": {"pipeline_parallel_size": 2}},
+    "tp2, http": {"feature": "over_http", "engine": TWO},
+    "dp2 ep, http": {"feature": "over_http", "engine": DATA | EXPERTS},
+    "batch invariance, http": {
+        "feature": "over_http", "engine": TWO, "environment": {"VLLM_BATCH_INVARIANT": "1"}, "oracle": {},
+    },
 }  # fmt: skip
 """What people switch on, compiled with CUDA graphs as by default, by this project's kernels."""
 FEATURED = ("mxfp8 modelopt", "mxfp4 gpt-oss", "mxfp4 compressed-tensors", "gptq g32")

@@ -25,8 +25,11 @@ token to the same experts. ``--routing`` writes other routers, on all ranks the 
 ``uniform``, where each layer's choice depends on the token alone, and ``skewed``, where the busiest of 128 experts gets
 three times the mean. With several, each is timed on the same engine.
 
-``--busy`` starts each mode once more, with the engine in the measuring process, and finds how long the GPU works in a
-decode step, and on what, from the intervals of its kernels. What a step takes beyond that is vLLM's host side.
+``--busy`` also finds how long the GPU of each rank works in a decode step, and on what, from the intervals of its
+kernels, after everything else was timed. What a step takes beyond that is vLLM's host side. A rank that waits for
+another one's part of a sum works, too, by this measure.
+
+A mode can be named several times: ``--mode stock --mode auto --mode stock --mode auto`` are turns.
 
 On a CPU a tiny model goes the same way: add ``--tiny``. ``--write FOLDER`` only writes the models, which
 ``vllm-moe-oracle ab`` serves with ``--load-format dummy``.
@@ -104,8 +107,6 @@ SKEW = 0.25
 busiest gets 3.2 times the mean, and two get less than a tenth; of 384 experts 6.6 times, and 61 (20,000 tokens)."""
 NAMED = 14
 """Kernels, those that take the longest, whose times are kept."""
-INSIDE = ("start_seconds", "decode_ms", "noise_ms", "busy_ms", "kernels_ms", "routing", "wall_seconds", "error", "end")
-"""What is kept of a start with the engine in the measuring process."""
 LAST_WORDS, ERRORS = 1500, 12
 """Characters of the end of a log, and lines with an error's name, that are kept of a mode that failed."""
 
@@ -296,9 +297,8 @@ def measure(folder: str, mode: str, run: Run) -> Iterator[dict[str, Any]]:
 
 def time_model(llm: Any, options: list[str], run: Run, found: dict[str, Any]) -> Iterator[None]:
     """Times the engine as it is, and puts each number into `found`."""
-    if not run.busy:
-        found["prefill_tokens_per_second"] = throughput(options, *PREFILL, 1)
-        yield
+    found["prefill_tokens_per_second"] = throughput(options, *PREFILL, 1)
+    yield
     for batch in run.batches:
         short, long = (latencies(options, batch, tokens, run.iterations) for tokens in (SHORT, LONG))
         step = (long[1] - short[1]) / (LONG - SHORT) * 1e3
@@ -307,30 +307,44 @@ def time_model(llm: Any, options: list[str], run: Run, found: dict[str, Any]) ->
         found.setdefault("latency_s", {})[str(batch)] = {str(SHORT): short, str(LONG): long}
         found.setdefault("decode_ms", {})[str(batch)] = round(step, 4)
         found.setdefault("noise_ms", {})[str(batch)] = round(noise, 4)
-        if run.busy:
-            (some, first), (more, names) = (kernels_ms(llm, batch, tokens) for tokens in (BUSY_SHORT, BUSY_LONG))
-            steps = BUSY_LONG - BUSY_SHORT
-            each = {name: round((ms - first.get(name, 0.0)) / steps, 4) for name, ms in names.items()}
-            longest = sorted(each.items(), key=lambda pair: -pair[1])[:NAMED]
-            found.setdefault("busy_ms", {})[str(batch)] = round((more - some) / steps, 4)
-            found.setdefault("kernels_ms", {})[str(batch)] = dict(longest)
-        elif not run.steps:
+        if not run.steps:
             found.setdefault("tokens_per_second", {})[str(batch)] = throughput(options, batch, *MIXED)
+        yield
+    for batch in run.batches if run.busy else ():
+        ranks = list(zip(*(kernels_ms(llm, batch, tokens) for tokens in (BUSY_SHORT, BUSY_LONG)), strict=True))
+        steps = BUSY_LONG - BUSY_SHORT
+        found.setdefault("busy_ms", {})[str(batch)] = round((ranks[0][1][0] - ranks[0][0][0]) / steps, 4)
+        found.setdefault("busy_ms_of_ranks", {})[str(batch)] = [
+            round((more - some) / steps, 4) for (some, _), (more, _) in ranks
+        ]
+        (_, first), (_, names) = ranks[0]
+        each = {name: round((ms - first.get(name, 0.0)) / steps, 4) for name, ms in names.items()}
+        longest = sorted(each.items(), key=lambda pair: -pair[1])[:NAMED]
+        found.setdefault("kernels_ms", {})[str(batch)] = dict(longest)
         yield
 
 
-def kernels_ms(llm: Any, batch: int, tokens: int) -> tuple[float, dict[str, float]]:
-    """Milliseconds in which at least one kernel or copy ran on the GPU while a batch was generated, and each kernel's
+def start_profiler(model: Any) -> None:
+    """Records this process's kernels from now on; called in every rank's process. A CPU has none."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.synchronize()
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    model.kernels_seen = torch.profiler.profile(activities=[activity])
+    model.kernels_seen.start()
+
+
+def stop_profiler(model: Any) -> tuple[float, dict[str, float]]:
+    """Milliseconds since `start_profiler` in which at least one kernel or copy of this process ran, and each kernel's
     own."""
     import torch
-    from vllm import SamplingParams
 
-    prompts = [{"prompt_token_ids": [(7 * row + at) % 500 for at in range(PROMPT)]} for row in range(batch)]
-    parameters = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, detokenize=False)
-    llm.generate(prompts, parameters, use_tqdm=False)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        llm.generate(prompts, parameters, use_tqdm=False)
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
+    seen, model.kernels_seen = model.kernels_seen, None
+    seen.stop()
     cuda = torch.profiler.DeviceType.CUDA
     events = [each for each in seen.events() if each.device_type == cuda]
     total, until = 0.0, 0.0
@@ -340,6 +354,22 @@ def kernels_ms(llm: Any, batch: int, tokens: int) -> tuple[float, dict[str, floa
         until = max(until, end)
         names[name[:80]] = names.get(name[:80], 0.0) + (end - begin) / 1e3
     return total / 1e3, names
+
+
+def kernels_ms(llm: Any, batch: int, tokens: int) -> list[tuple[float, dict[str, float]]]:
+    """What `stop_profiler` finds in each rank's process while a batch is generated."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": [(7 * row + at) % 500 for at in range(PROMPT)]} for row in range(batch)]
+    parameters = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, detokenize=False)
+    llm.generate(prompts, parameters, use_tqdm=False)
+    # Ranks look a function up by its module's name, and this process's is another one there.
+    from tests.gpu import serve as importable
+
+    llm.apply_model(importable.start_profiler)
+    llm.generate(prompts, parameters, use_tqdm=False)
+    found: list[tuple[float, dict[str, float]]] = llm.apply_model(importable.stop_profiler)
+    return found
 
 
 def run_mode(folder: Path, mode: str, run: Run, seconds: float) -> dict[str, Any]:
@@ -352,16 +382,12 @@ def run_mode(folder: Path, mode: str, run: Run, seconds: float) -> dict[str, Any
         seconds: after which it is ended, with every process that it started.
     """
     report = folder / f"{mode}.jsonl"
-    environment = (
-        os.environ
-        | {
-            "VLLM_PLUGINS": "" if mode == "stock" else "moe_oracle",
-            "VLLM_CACHE_ROOT": str(folder / "cache"),
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `write_routers` is sent to the ranks
-            "MOE_ORACLE_REPORT": str(report),
-        }
-        | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if run.busy else {})
-    )
+    environment = os.environ | {
+        "VLLM_PLUGINS": "" if mode == "stock" else "moe_oracle",
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions are sent to the ranks
+        "MOE_ORACLE_REPORT": str(report),
+    }
     command = [sys.executable, __file__, "--inner", str(folder), "--mode", mode]
     command += ["--run", json.dumps(dataclasses.asdict(run))]
     log = folder / f"{mode}.log"
@@ -444,12 +470,10 @@ def line(model: str, row: dict[str, Any], batches: Sequence[int]) -> str:
     for routing, found in timed.items():
         own = [f"{found.get('decode_ms', {}).get(str(batch), float('nan')):8.3f}" for batch in batches]
         lists.append(f"{routing:<8}" + " ".join(own))
+        if "busy_ms" in found:
+            lists[-1] += " GPU" + "".join(f" {found['busy_ms'].get(str(batch), float('nan')):.3f}" for batch in batches)
         prefill.append(f"{found.get('prefill_tokens_per_second', 0):>8}")
     steps = "  ".join(lists)
-    inside = row.get("inside", {})
-    for words, key in (("inside", "decode_ms"), ("GPU", "busy_ms")):
-        if key in inside:
-            steps += f"  {words} " + " ".join(f"{inside[key].get(str(batch), float('nan')):.3f}" for batch in batches)
     backends = ", ".join(sorted({group["backend"] for group in row.get("groups", [])}))
     return (
         f"{model:<12} {row['mode']:<16} {row.get('start_seconds', float('nan')):7.1f} s  {steps} ms  "
@@ -492,7 +516,7 @@ def main() -> int:
         return 0
     run = Run(
         chosen.tiny, chosen.ranks, chosen.expert_parallel, tuple(chosen.batch or BATCHES), chosen.iterations,
-        chosen.steps, tuple(chosen.routing or ROUTINGS[:1]),
+        chosen.steps, tuple(chosen.routing or ROUTINGS[:1]), chosen.busy,
     )  # fmt: skip
     found: dict[str, Any] = {"conditions": conditions(chosen), "models": {}}
     lines = []
@@ -501,26 +525,19 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             config = config_of(model, chosen.layers, chosen.tiny)
             write_model(Path(folder), config)
-            for inside in (False, True)[: 1 + chosen.busy]:
-                for mode in chosen.mode or ("stock", "auto"):
-                    begin = time.perf_counter()
-                    row = run_mode(Path(folder), mode, dataclasses.replace(run, busy=inside), chosen.seconds)
-                    row["wall_seconds"] = round(time.perf_counter() - begin, 1)
-                    if "error" in row:
-                        print(row["end"], flush=True)
-                    if inside:
-                        usual = next(each for each in rows if each["mode"] == mode)
-                        usual["inside"] = {key: row[key] for key in INSIDE if key in row}
-                        row = usual
-                    else:
-                        rows.append(row)
-                    lines.append(line(model, row, run.batches))
-                    print(lines[-1], flush=True)
-                    write(found, chosen.json)
+            for mode in chosen.mode or ("stock", "auto"):
+                begin = time.perf_counter()
+                row = run_mode(Path(folder), mode, run, chosen.seconds)
+                row["wall_seconds"] = round(time.perf_counter() - begin, 1)
+                if "error" in row:
+                    print(row["end"], flush=True)
+                rows.append(row)
+                lines.append(line(model, row, run.batches))
+                print(lines[-1], flush=True)
+                write(found, chosen.json)
     title = f"{'model':<12} {'mode':<16}     start    decode step at {run.batches}  prefill"
     print("\n".join(["", title, *lines]))
-    everything = [each for rows in found["models"].values() for row in rows for each in (row, row.get("inside", {}))]
-    return int(any("error" in each for each in everything))
+    return int(any("error" in row for rows in found["models"].values() for row in rows))
 
 
 if __name__ == "__main__":

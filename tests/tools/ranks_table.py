@@ -19,7 +19,7 @@ CASES = {
     "data parallel 2, with expert parallelism": ("dp2 ep",),
     "pipeline parallel 2": ("pipeline",),
     "tensor parallel 2, vLLM's own kernels, eager": ("tp2, static",),
-    "the same, with expert parallelism": ("tp2 ep, static",),
+    "vLLM's own kernels, eager, with expert parallelism": ("tp2 ep, static",),
     "reload of another checkpoint and back (tensor parallel, also with expert parallelism)": ("reload", "reload, ep"),
     "sleep mode, levels 1 and 2": ("sleep",),
     "EPLB (expert load balancing), synchronous and asynchronous": ("eplb", "eplb, async"),
@@ -32,6 +32,11 @@ CASES = {
     "chunked prefill": ("chunked prefill",),
     "async scheduling": ("async scheduling",),
     "batch invariance: the same bits alone and among 63 others": ("batch invariance",),
+    "the same over HTTP, tensor parallel 2": ("batch invariance, http",),
+    "`vllm serve`, 64 requests at once, tensor parallel 2": ("tp2, http",),
+    "`vllm serve --data-parallel-size 2`, with expert parallelism": ("dp2 ep, http",),
+    "stock vLLM without the plugin, tensor parallel 2": ("tp2, stock, graphs",),
+    "the same, with expert parallelism": ("tp2 ep, stock, graphs",),
 }
 """What a reader calls it, and the cases in the file: a way of cutting the model, or what is switched on."""
 
@@ -42,15 +47,20 @@ def rows() -> list[dict[str, Any]]:
     return [row for run in runs for row in run["rows"]]
 
 
+def _case(row: dict[str, Any]) -> str:
+    """The case that a line names: a model that drafts is one, however it is cut."""
+    return "mtp" if " mtp" in row["format"] and "stock" not in row["case"] else row["case"]
+
+
 def table() -> str:
     """One line for each way of cutting a model and each feature: by this project's kernels with CUDA graphs, unless the
-    line says vLLM's own, which are those of the static choice."""
+    line says vLLM's own, which are those of the static choice, or stock vLLM, of which only what it serves is there."""
     formats = {row["format"] for row in rows() if " mtp" not in row["format"]}
     lines = ["| over two GPUs | formats | largest difference of a logprob from float32 transformers |", "|---|---|---|"]
     for name, cases in CASES.items():
         named = {*cases, *(f"{case}, own, graphs" for case in cases)}
-        found = [row for row in rows() if ("mtp" if " mtp" in row["format"] else row["case"]) in named]
-        served = sorted({row["format"] for row in found})
+        found = [row for row in rows() if row["ok"] and _case(row) in named]
+        served = sorted({row["format"] for row in found if name.startswith("speculative") or row["format"] in formats})
         shown = ", ".join(served) if len(served) < 5 else f"{len(served)} of {len(formats)}"
         lines.append(f"| {name} | {shown} | {max(row['logprob_difference'] for row in found):.3f} |")
     return "\n".join(lines)

@@ -52,9 +52,8 @@ CELLS = {
 
 KEPT = (
     "mode", "start_seconds", "decode_ms", "noise_ms", "tokens_per_second", "prefill_tokens_per_second", "served",
-    "inside", "error",
+    "busy_ms", "busy_ms_of_ranks", "kernels_ms", "error",
 )  # fmt: skip
-INSIDE = ("start_seconds", "decode_ms", "noise_ms", "busy_ms", "kernels_ms")
 WORDS = {"ended after": "was ended by its time limit while it shut down, after all numbers were there"}
 
 
@@ -88,9 +87,8 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     if set(row.get("decode_ms", {})) != {"1", "8", "64"} or not row.get("prefill_tokens_per_second"):
         raise ValueError(f"{row.get('mode')} has no numbers: {row.get('error')}")
     kept = {name: row[name] for name in KEPT if name in row}
-    inside = kept.pop("inside", {})
-    if "busy_ms" in inside and "error" not in inside:  # one that was ended has not all batches
-        kept["inside"] = {name: inside[name] for name in INSIDE if name in inside}
+    if set(kept.get("busy_ms", ())) != set(kept["decode_ms"]):  # one that was ended has not all batches
+        kept = {name: each for name, each in kept.items() if name not in ("busy_ms", "busy_ms_of_ranks", "kernels_ms")}
     if error := kept.pop("error", ""):
         kept["remark"] = next(words for begin, words in WORDS.items() if error.startswith(begin))
     if "groups" in row:
@@ -155,7 +153,7 @@ def table(found: dict[str, Any], kernels: dict[str, Any]) -> str:
             cells = [f"{mode['decode_ms'][batch]:.3f}" if resolved(mode, batch) else "-" for mode in (stock, ours)]
             cells.append("-" if "-" in cells else f"{ms - own:+.3f}")
             lines.append(f"| {model} | {batch} | {' | '.join(cells)} | {noise:.3f} | {aim:+.3f} |")
-    if any("inside" in mode for run in found["models"].values() for mode in run["modes"]):
+    if any(busy_of(mode) for run in found["models"].values() for mode in run["modes"]):
         lines += ["", *_busy(found, kernels)]
     lines += ["", "| model | tokens/s at batch 1, 8, 64, stock | with the plugin | prompts, tokens/s, stock |"]
     lines[-1] += " with the plugin | start, s, stock | with the plugin |"
@@ -169,21 +167,28 @@ def table(found: dict[str, Any], kernels: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def busy_of(mode: dict[str, Any]) -> dict[str, Any] | None:
+    """A mode's times with the GPU's own among them, None where those were not measured: its own, or those of another
+    start with the engine in the measuring process, as ``serve.py --busy`` once measured them."""
+    found: dict[str, Any] = mode.get("inside", mode)
+    return found if "busy_ms" in found else None
+
+
 def _busy(found: dict[str, Any], kernels: dict[str, Any]) -> list[str]:
-    """The GPU's own time of a step with the engine in the measuring process, where it was measured."""
+    """The GPU's own time of a step, where it was measured."""
     lines = [
         "| model | batch | GPU ms of a step's ms, stock | with the plugin | GPU shorter by | the kernels predict |",
         "|---|---|---|---|---|---|",
     ]
     for model, run in found["models"].items():
-        inside = [mode.get("inside") for mode in run["modes"]]
-        known = [each for each in inside if each]
+        both = [busy_of(mode) for mode in run["modes"]]
+        known = [each for each in both if each]
         for batch in known[0]["busy_ms"] if known else ():
             cells = [
-                f"{each['busy_ms'][batch]:.3f} of {each['decode_ms'][batch]:.3f}" if each else "-" for each in inside
+                f"{each['busy_ms'][batch]:.3f} of {each['decode_ms'][batch]:.3f}" if each else "-" for each in both
             ]
-            both = len(known) == len(inside)
-            cells.append(f"{known[0]['busy_ms'][batch] - known[1]['busy_ms'][batch]:+.3f}" if both else "-")
+            difference = known[0]["busy_ms"][batch] - known[-1]["busy_ms"][batch]
+            cells.append(f"{difference:+.3f}" if len(known) == len(both) else "-")
             aim = predicted_ms(kernels, model, batch, found["conditions"]["layers"], _chosen(run["modes"][1]))
             lines.append(f"| {model} | {batch} | {' | '.join(cells)} | {aim:+.3f} |")
     return lines
@@ -286,7 +291,8 @@ def routing_table(found: dict[str, Any], kernels: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for model, modes in found["models"].items():
-        stock, ours = ({"given": mode["inside"], **mode["inside"]["routing"]} for mode in modes)
+        timed = [mode.get("inside", mode) for mode in modes]
+        stock, ours = ({"given": each, **each["routing"]} for each in timed)
         (backend,) = modes[1]["backends"]
         for routing, times in stock.items():
             for batch, before in times["busy_ms"].items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +17,10 @@ def run(**changes: Any) -> dict[str, Any]:
     conditions = {"device": "a card", "vllm": "1", "torch": "2", "layers": 2}
     conditions |= {"decode": "d", "mixed": "m", "prefill": "p"}
     each = {"1": 2.0, "8": 3.0, "64": 4.0}
-    inside = {"decode_ms": each, "busy_ms": {"1": 1.0, "8": 2.5, "64": 3.5}, "end": "words"}
+    busy = {"busy_ms": {"1": 1.0, "8": 2.5, "64": 3.5}, "end": "words"}
     row = {
         "decode_ms": each, "noise_ms": dict.fromkeys(each, 0.01), "tokens_per_second": dict.fromkeys(each, 7),
-        "prefill_tokens_per_second": 10, "start_seconds": 5.0, "inside": inside,
+        "prefill_tokens_per_second": 10, "start_seconds": 5.0, **busy,
     }  # fmt: skip
     groups = [{"backend": "hopper_mxfp8", "layers": 2, "why": "measured", "measured": "much more"}]
     modes = [
@@ -55,7 +56,7 @@ def test_what_noise_hides_or_was_not_timed_is_no_number() -> None:
     stock, ours = made["models"]["qwen3-mxfp8"]
     stock["noise_ms"] = {**stock["noise_ms"], "8": 0.8}  # compiling while it was timed, say
     stock["decode_ms"] = {**stock["decode_ms"], "64": -0.2}
-    ours["inside"] = {"busy_ms": {"1": 1.0}, "error": "ended after 150 s"}
+    ours |= {"busy_ms": {"1": 1.0}, "error": "ended after 150 s"}
     text = serving_tables.table(serving_tables.golden([made]), KERNELS)
     assert "| qwen3-mxfp8 | 8 | - | 3.000 | - | 0.810 | +0.040 |" in text
     assert "| qwen3-mxfp8 | 64 | - | 4.000 | - | 0.020 | +0.040 |" in text
@@ -110,6 +111,15 @@ def test_steps_over_ranks_are_held_against_the_layers_times() -> None:
     us = record["us"]
     saved = 7 * (us["humming_wna16_grouped"] - us["hopper_wna16"]) / 1e3
     assert serving_tables.saved_by_layers(row, 256, found["conditions"]) == pytest.approx(saved, rel=1e-3)
+
+
+def test_turns_over_ranks_are_said_as_they_were_measured() -> None:
+    turns = json.loads(golden_files.newest("serve-turns").read_text())["turns"]
+    steps = [turn["routing"]["uniform"]["decode_ms"] for turn in turns]
+    page = " ".join((Path(__file__).parents[2] / "vllm_moe_oracle/kernels/RESULTS.md").read_text().split())
+    one, eight = (", ".join(f"{step[batch]:.2f}" for step in steps) for batch in ("1", "8"))
+    assert f"{', '.join('plugin' if turn['mode'] == 'auto' else 'stock' for turn in turns)}, uniform" in page
+    assert f"{one} ms at one prompt and {eight} at 8" in page
 
 
 def test_the_gpus_time_of_a_step_is_told_by_routing() -> None:

@@ -144,12 +144,13 @@ _TALL_TILE = TileConfig(64, 128, 64)
 """One height for both GEMMs, for one to four experts with many rows and a long second one, and for 4-bit integers."""
 
 
-def _shared_columns(weights: PackedWeights, load: Load, tile: TileConfig) -> TileConfig:
+def _shared_columns(weights: PackedWeights, load: Load, tile: TileConfig, tiles_per_sm: int = 3) -> TileConfig:
     """The second GEMM's tile, its columns shared among up to eight programs while these leave SMs without work.
 
     One or two experts of 14336 columns are 32 to 128 programs. Each shares at least 1024 columns, and all together are
-    at most three tiles of 128 rows for each SM, half as many in steps of 256 columns. 149 calls of one to four experts
-    with 4864 to 32768 columns are 1.40 times as fast as without, 0.98 to 2.12 (`tests/golden/h100/tile-rule-3.json`).
+    at most so many tiles of 128 rows for each SM, half as many in steps of 256 columns. With three tiles, 137 calls of
+    one to four experts with 4864 to 32768 columns are 1.42 times as fast as without, 0.98 to 2.12
+    (`tests/golden/h100/tile-rule-3.json`).
     """
     if weights.intermediate < LONG_K or load.slots < 1 or tile.bm_rest or tile.n_tiles > 1 or tile.no_k_loop:
         return tile
@@ -158,7 +159,7 @@ def _shared_columns(weights: PackedWeights, load: Load, tile: TileConfig) -> Til
     rows = blocks * -(-weights.hidden // tile.bn) * tile.bn * max(1.0, tile.bk / 128)
     # Memory is for the slots of all ranks: they may all come to this one.
     sums = load.slots * weights.num_experts / weights.experts * weights.hidden * 4
-    most = min(weights.intermediate / 1024, 3 * 128 * _SMS / rows, _MAX_PARTIAL_SUMS / sums)
+    most = min(weights.intermediate / 1024, tiles_per_sm * 128 * _SMS / rows, _MAX_PARTIAL_SUMS / sums)
     return replace(tile, split_k=max(each for each in (1, 2, 4, 8) if each <= max(1, most)))
 
 
@@ -175,7 +176,7 @@ def _few_experts_config(weights: PackedWeights, load: Load) -> LaunchConfig:
     MX weights take steps of 128 columns in the first GEMM, with eight warps, which halves the programs that one SM
     holds; MXFP8 only as long as few experts need two tiles. Beside tiles of 64 rows in the second GEMM, which share
     columns, those of 80 rows have no second tile for an expert that exceeds 64 rows, if they have programs enough.
-    33 calls are 1.07 times as fast as with tiles of 64 rows in steps of 64 columns, 0.99 to 1.23
+    27 calls are 1.09 times as fast as with tiles of 64 rows in steps of 64 columns, 0.99 to 1.23
     (`tests/golden/h100/tile-rule-4.json`).
     """
     programs = load.active * -(-weights.hidden // 128)
@@ -188,7 +189,9 @@ def _few_experts_config(weights: PackedWeights, load: Load) -> LaunchConfig:
         waves = load.active * -(-weights.w13.rows // 128) / (2 * _SMS)
         if not 1.0 < waves < 1.4:
             up = TileConfig(64, 128, 128, num_warps=8, num_stages=3)
-    return LaunchConfig(up, _shared_columns(weights, load, _TALL_TILE))
+    # At 128 rows, 24 calls of one and two experts are 1.03 times as fast with six, 0.99 to 1.09; at 256 rows, four are
+    # 0.96 times as fast (`tests/golden/h200/tile-rule-5.json`).
+    return LaunchConfig(up, _shared_columns(weights, load, _TALL_TILE, 6 if 90 < load.rows <= 160 else 3))
 
 
 def heuristic_config(weights: PackedWeights, top_k: int, tokens: int) -> LaunchConfig:
