@@ -143,11 +143,12 @@ def async_engine(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def over_http(job: dict[str, Any]) -> dict[str, Any]:
-    """What ``vllm serve`` starts: one request alone, then the same one four times among 60 others at once, which
-    data-parallel ranks share. Where vLLM is told to be batch invariant, all five have the same bits.
+    """``vllm serve``: one request alone, then the same one four times among 60 others at once, which data-parallel
+    ranks share. Where vLLM is told to be batch invariant, all five have the same bits. Prints the server's output.
 
     Raises:
-        ServingError: the server ended before it answered.
+        ServingError: the server ended, or was not ready in time.
+        httpx.HTTPError: it did not answer a request.
     """
     import httpx
 
@@ -164,6 +165,7 @@ def over_http(job: dict[str, Any]) -> dict[str, Any]:
             words += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
     port = served_benchmark.free_port()
     command = served_benchmark.server_command(job["checkpoint"], port, words)
+    # A server has its engine in another process, as by default; this one's engines are in their own.
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     url = f"http://{served_benchmark.LOCALHOST}:{port}/v1/completions"
 
@@ -183,13 +185,15 @@ def over_http(job: dict[str, Any]) -> dict[str, Any]:
         prompts.insert(place, job["prompt"])
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        with (
-            served_benchmark.server(command, environment, port, log, limit=150),
-            ThreadPoolExecutor(len(prompts)) as pool,
-        ):
-            alone = ask(job["prompt"])
-            answers = list(pool.map(ask, prompts))
-        print(log.read_text())  # what is looked for in an engine's output
+        try:
+            with (
+                served_benchmark.server(command, environment, port, log, limit=150),
+                ThreadPoolExecutor(len(prompts)) as pool,
+            ):
+                alone = ask(job["prompt"])
+                answers = list(pool.map(ask, prompts))
+        finally:
+            print(log.read_text(errors="replace"))
     among = [each for each, prompt in zip(answers, prompts, strict=True) if prompt is job["prompt"]]
     invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
     return {"said": [alone, *among], **({"same_bits": all(each == alone for each in among)} if invariant else {})}

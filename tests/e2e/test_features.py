@@ -27,7 +27,8 @@ OTHER = {
 """Features that say something of another checkpoint, and of which."""
 FEATURES = (
     "prefix_caching", "chunked_prefill", "speculative_decoding", "prompt_logprobs", "embeddings", "two_engines",
-    "async_engine", "in_a_batch", "reload_by_iterator", "reload_by_layer", "reload_attention", "reload_and_back",
+    "async_engine", "over_http", "in_a_batch", "reload_by_iterator", "reload_by_layer", "reload_attention",
+    "reload_and_back",
 )  # fmt: skip
 
 

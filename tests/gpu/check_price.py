@@ -52,8 +52,8 @@ from tests.gpu import backend_table  # noqa: E402
 
 LAYERS = ("mxfp8:qwen3_silu:hopper_mxfp8", "wna16:qwen3_g128:hopper_wna16", "mxfp4:gpt_oss_20b:hopper_mxfp4")
 MiB = 2**20
-GARBAGE = "before: garbage collected"
-"""A part of a conversion here that is none of a server's."""
+GARBAGE = "garbage"
+"""What `backend_table.Built.convert` does before it converts: not reported."""
 
 
 class Parts:
@@ -286,7 +286,8 @@ def parts_of_conversions(
     from vllm_moe_oracle.methods import backend_check
 
     found: dict[str, Any] = {}
-    # A later layer's call is of a few tokens, with a kernel that a first layer's may not need.
+    # A later layer's call is of a few tokens, with a kernel that a first layer's may not need. What has no title is not
+    # reported: it compiles.
     for title, is_new in (("", True), ("", False), ("first layer of a kind", True), ("later layer", False)):
         if is_new:
             backend_check.reset()

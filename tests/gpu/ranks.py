@@ -20,6 +20,7 @@ engine with the plugin differs from transformers; what stock does is a result.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from tests.lib import adapters, checkpoints, integer_checkpoints, reference
 from tests.lib.integer_checkpoints import Integers
@@ -253,6 +255,10 @@ def serve(folder: Path, job: dict[str, Any], device: int) -> dict[str, Any]:
     try:
         output = process.communicate(timeout=SECONDS)[0]
     except subprocess.TimeoutExpired:
+        # A server has a session of its own; a rank whose engine has died is nobody's child, but of this group.
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         os.killpg(process.pid, signal.SIGKILL)
         output = f"{process.communicate()[0]}\nerror: ended after {SECONDS} s"
     result = json.loads(files[1].read_text())[0] if files[1].exists() else {"error": "no result"}

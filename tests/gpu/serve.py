@@ -26,8 +26,8 @@ token to the same experts. ``--routing`` writes other routers, on all ranks the 
 three times the mean. With several, each is timed on the same engine.
 
 ``--busy`` also finds how long the GPU of each rank works in a decode step, and on what, from the intervals of its
-kernels, after everything else was timed. What a step takes beyond that is vLLM's host side. A rank that waits for
-another one's part of a sum works, too, by this measure.
+kernels, after the steps of a routing were timed. What a step takes beyond that is vLLM's host side. A kernel that waits
+for another rank's part of a sum counts as work.
 
 A mode can be named several times: ``--mode stock --mode auto --mode stock --mode auto`` are turns.
 
@@ -363,7 +363,7 @@ def kernels_ms(llm: Any, batch: int, tokens: int) -> list[tuple[float, dict[str,
     prompts = [{"prompt_token_ids": [(7 * row + at) % 500 for at in range(PROMPT)]} for row in range(batch)]
     parameters = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, detokenize=False)
     llm.generate(prompts, parameters, use_tqdm=False)
-    # Ranks look a function up by its module's name, and this process's is another one there.
+    # A rank imports a function by its module's name. This module is `__main__` here, and another program is there.
     from tests.gpu import serve as importable
 
     llm.apply_model(importable.start_profiler)
@@ -390,6 +390,7 @@ def run_mode(folder: Path, mode: str, run: Run, seconds: float) -> dict[str, Any
     }
     command = [sys.executable, __file__, "--inner", str(folder), "--mode", mode]
     command += ["--run", json.dumps(dataclasses.asdict(run))]
+    report.unlink(missing_ok=True)  # of an earlier turn
     log = folder / f"{mode}.log"
     with log.open("w") as output:
         process = subprocess.Popen(

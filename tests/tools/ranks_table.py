@@ -18,8 +18,8 @@ CASES = {
     "data parallel 2, experts sharded over the ranks": ("dp2",),
     "data parallel 2, with expert parallelism": ("dp2 ep",),
     "pipeline parallel 2": ("pipeline",),
-    "tensor parallel 2, vLLM's own kernels, eager": ("tp2, static",),
-    "vLLM's own kernels, eager, with expert parallelism": ("tp2 ep, static",),
+    "vLLM's own kernels, eager, tensor parallel 2": ("tp2, static",),
+    "vLLM's own kernels, eager, tensor parallel 2 with expert parallelism": ("tp2 ep, static",),
     "reload of another checkpoint and back (tensor parallel, also with expert parallelism)": ("reload", "reload, ep"),
     "sleep mode, levels 1 and 2": ("sleep",),
     "EPLB (expert load balancing), synchronous and asynchronous": ("eplb", "eplb, async"),
@@ -32,11 +32,11 @@ CASES = {
     "chunked prefill": ("chunked prefill",),
     "async scheduling": ("async scheduling",),
     "batch invariance: the same bits alone and among 63 others": ("batch invariance",),
-    "the same over HTTP, tensor parallel 2": ("batch invariance, http",),
+    "batch invariance of `vllm serve`, tensor parallel 2": ("batch invariance, http",),
     "`vllm serve`, 64 requests at once, tensor parallel 2": ("tp2, http",),
     "`vllm serve --data-parallel-size 2`, with expert parallelism": ("dp2 ep, http",),
     "stock vLLM without the plugin, tensor parallel 2": ("tp2, stock, graphs",),
-    "the same, with expert parallelism": ("tp2 ep, stock, graphs",),
+    "stock vLLM without the plugin, tensor parallel 2 with expert parallelism": ("tp2 ep, stock, graphs",),
 }
 """What a reader calls it, and the cases in the file: a way of cutting the model, or what is switched on."""
 
@@ -47,9 +47,13 @@ def rows() -> list[dict[str, Any]]:
     return [row for run in runs for row in run["rows"]]
 
 
-def _case(row: dict[str, Any]) -> str:
-    """The case that a line names: a model that drafts is one, however it is cut."""
-    return "mtp" if " mtp" in row["format"] and "stock" not in row["case"] else row["case"]
+def _case(row: dict[str, Any]) -> str | None:
+    """The name of an engine's case in `CASES`: "mtp" for models that draft, whatever their parallelism; None for an
+    engine of stock's that did not serve, or whose model drafts."""
+    stock, drafts = "stock" in row["case"], " mtp" in row["format"]
+    if stock and (drafts or not row["ok"]):
+        return None
+    return "mtp" if drafts else row["case"]
 
 
 def table() -> str:
@@ -59,8 +63,8 @@ def table() -> str:
     lines = ["| over two GPUs | formats | largest difference of a logprob from float32 transformers |", "|---|---|---|"]
     for name, cases in CASES.items():
         named = {*cases, *(f"{case}, own, graphs" for case in cases)}
-        found = [row for row in rows() if row["ok"] and _case(row) in named]
-        served = sorted({row["format"] for row in found if name.startswith("speculative") or row["format"] in formats})
+        found = [row for row in rows() if _case(row) in named]
+        served = sorted({row["format"] for row in found})
         shown = ", ".join(served) if len(served) < 5 else f"{len(served)} of {len(formats)}"
         lines.append(f"| {name} | {shown} | {max(row['logprob_difference'] for row in found):.3f} |")
     return "\n".join(lines)

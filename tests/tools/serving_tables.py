@@ -3,7 +3,8 @@ tests.tools.serving_tables FILE...``.
 
 Files of ``tests/gpu/serve.py --json`` become the newest tests/golden/h200/serve-vllm-VERSION.json; a later file's model
 takes the place of an earlier one's. With ``--ranks`` the files are those of ``serve.py --ranks 2``; their models renew
-or join serve-ranks-vllm-VERSION.json. `tests.tools.generate` makes the tables in vllm_moe_oracle/kernels/RESULTS.md.
+or join serve-ranks-vllm-VERSION.json. With ``--turns`` a file with each mode several times, of one model over ranks,
+becomes serve-turns-vllm-VERSION.json. `tests.tools.generate` makes the tables in vllm_moe_oracle/kernels/RESULTS.md.
 
 What a step over ranks should save is the difference of the layers' shipped times, of stock's kernel and of the chosen
 backend.
@@ -35,6 +36,7 @@ from vllm_moe_oracle.settings import Settings
 GOLDEN = golden_files.newest("serve")
 KERNELS = golden_files.newest("kernels")
 RANKS = golden_files.newest("serve-ranks")
+TURNS = golden_files.newest("serve-turns")
 RESOLVED = 10
 """A step over ranks is shown if it is more than so many times its noise: medians are of two."""
 ROUTING = golden_files.newest("serve-routing")
@@ -228,6 +230,18 @@ def golden_ranks(runs: list[dict[str, Any]], before: dict[str, Any] | None = Non
     return {"conditions": conditions, "rows": [rows[key] for key in sorted(rows)]}
 
 
+def golden_turns(run: dict[str, Any]) -> dict[str, Any]:
+    """The committed form of a run in which a model over ranks was served by turns, with what of each turn is there.
+
+    Raises:
+        ValueError: there are several models.
+    """
+    (model,) = run["models"]
+    kept = ("mode", "start_seconds", "served", "routing", "error")
+    turns = [{name: turn[name] for name in kept if name in turn} for turn in run["models"][model]]
+    return {"conditions": run["conditions"] | {"command": _command(run)}, "model": model, "turns": turns}
+
+
 def saved_by_layers(row: dict[str, Any], batch: int, conditions: dict[str, Any]) -> float:
     """Milliseconds by which a step should be shorter, by the GPU's shipped times of the layers: of the static choice,
     which is stock's kernel, and of the backend that was chosen.
@@ -291,7 +305,7 @@ def routing_table(found: dict[str, Any], kernels: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for model, modes in found["models"].items():
-        timed = [mode.get("inside", mode) for mode in modes]
+        timed = [busy_of(mode) or {} for mode in modes]
         stock, ours = ({"given": each, **each["routing"]} for each in timed)
         (backend,) = modes[1]["backends"]
         for routing, times in stock.items():
@@ -321,9 +335,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--ranks", action="store_true", help="the runs were over ranks")
+    parser.add_argument("--turns", action="store_true", help="the one run was over ranks and by turns")
     args = parser.parse_args()
     runs = [_read(path) for path in args.runs]
-    if args.ranks:
+    if args.turns:
+        path, made = TURNS, golden_turns(*runs)
+    elif args.ranks:
         path, made = RANKS, golden_ranks(runs, _read(RANKS) if RANKS.exists() else None)
     else:
         path, made = GOLDEN, golden(runs)

@@ -195,7 +195,10 @@ def test_stock_over_ranks_answers_as_the_plugin_or_fails_as_the_page_says() -> N
     assert all(row["plugin_tokens_equal"] for row in compared)
     page = " ".join((ROOT / "vllm_moe_oracle/OPERATIONS.md").read_text().split())
     largest = max(row["plugin_difference"] for row in compared)
-    assert f"In {len(compared)} engines that ran with the plugin, too, they are within {largest:.3f} of its" in page
+    words = (
+        f"In {len(compared)} engines its logprobs were compared with the plugin's own of the same run: they are within"
+    )
+    assert f"{words} {largest:.3f}." in page
     causes = {"gptq g32 act order": "no longer supported", "mxfp4 gpt-oss": "CompileTimeAssertionFailure",
               "mxfp8 online": "AttributeError"}  # fmt: skip
     failed = {
@@ -211,6 +214,13 @@ def test_servers_over_two_gpus_answer_over_http() -> None:
     # One request alone and four among 60 others.
     assert all(row["ok"] and row["answers"] == 5 and row["ranks"] == 2 for row in rows.values())
     assert rows["batch invariance, http"]["same_bits"]
+
+
+def test_a_later_layers_first_call_is_said_as_it_was_timed() -> None:
+    rows = json.loads(golden_files.newest("check-price-later").read_text())["rows"]
+    page = " ".join((ROOT / "vllm_moe_oracle/ACCURACY.md").read_text().split())
+    int4, gpt_oss = (row["later layer"]["kernel calls"] / 1e3 for row in rows)
+    assert f"with nothing cached {int4:.1f} s in int4 and {gpt_oss:.1f} s in gpt-oss's layout" in page
 
 
 def test_the_kernels_reference_gives_h_by_slot_in_16_bits() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.gpu import serve
 from tests.lib import golden_files
@@ -91,6 +92,13 @@ def test_what_has_no_numbers_or_other_conditions_is_refused() -> None:
     assert "after all numbers were there" in stock["remark"] and "error" not in stock
 
 
+def test_a_process_without_kernels_worked_for_no_time() -> None:
+    model = torch.nn.Linear(2, 2)
+    serve.start_profiler(model)
+    model(torch.zeros(1, 2))
+    assert serve.stop_profiler(model) == (0.0, {})
+
+
 def test_every_model_was_served_both_ways() -> None:
     found = json.loads(serving_tables.GOLDEN.read_text())
     assert set(found["models"]) == set(serve.ALONE) and set(serving_tables.CELLS) == set(serve.MODELS)
@@ -119,14 +127,35 @@ def test_turns_over_ranks_are_said_as_they_were_measured() -> None:
     page = " ".join((Path(__file__).parents[2] / "vllm_moe_oracle/kernels/RESULTS.md").read_text().split())
     one, eight = (", ".join(f"{step[batch]:.2f}" for step in steps) for batch in ("1", "8"))
     assert f"{', '.join('plugin' if turn['mode'] == 'auto' else 'stock' for turn in turns)}, uniform" in page
-    assert f"{one} ms at one prompt and {eight} at 8" in page
+    noise = [turn["routing"]["uniform"]["noise_ms"] for turn in turns]
+    spread = [[f"{each[batch]:.2f}" for each in noise] for batch in ("1", "8")]
+    for values, (*first, last) in zip((one, eight), spread, strict=True):
+        where = "at one prompt" if values is one else "at 8"
+        assert f"{values}{' ms' * (values is one)} {where}, with a noise of {', '.join(first)} and {last}" in page
+    found = json.loads(serving_tables.RANKS.read_text())
+    row = next(each for each in found["rows"] if (each["model"], each["parallel"]) == ("gpt-oss-120b", "tp"))
+    starts = [mode["routing"]["uniform"]["decode_ms"]["8"] for mode in row["modes"]] + [step["8"] for step in steps]
+    assert f"three of stock's are between {min(starts):.2f} and {max(starts):.2f} ms" in page
+    assert f"as the {serving_tables.saved_by_layers(row, 8, found['conditions']):.2f} ms that the layers' times" in page
+
+
+def test_turns_are_kept_as_far_as_they_came() -> None:
+    conditions = {"command": "python tests/gpu/serve.py --ranks 2 --json /tmp/x.json"}
+    timed = {"decode_ms": {"1": 2.0}}
+    modes = [{"mode": "stock", "routing": {"uniform": timed}, "error": "ended", "log": "words"}, {"mode": "auto"}]
+    made = serving_tables.golden_turns({"conditions": conditions, "models": {"kimi-k2": modes}})
+    assert made["turns"] == [{"mode": "stock", "routing": {"uniform": timed}, "error": "ended"}, {"mode": "auto"}]
+    assert made["model"] == "kimi-k2" and "/tmp" not in json.dumps(made)
+    with pytest.raises(ValueError, match="unpack"):
+        serving_tables.golden_turns({"conditions": conditions, "models": {"a": [], "b": []}})
 
 
 def test_the_gpus_time_of_a_step_is_told_by_routing() -> None:
     def inside(ms: float) -> dict[str, Any]:
         return {"busy_ms": {"8": ms}, "routing": {"skewed": {"busy_ms": {"8": ms / 2}}}}
 
-    modes = [{"inside": inside(3.0), "backends": []}, {"inside": inside(2.0), "backends": ["hopper_mxfp8"]}]
+    # The first was measured in a start of its own.
+    modes = [{"inside": inside(3.0), "backends": []}, {**inside(2.0), "backends": ["hopper_mxfp8"]}]
     found = {"conditions": {"layers": 2}, "models": {"qwen3-mxfp8": modes}}
     lines = serving_tables.routing_table(found, KERNELS).splitlines()[2:]
     assert lines == [

@@ -148,7 +148,7 @@ def _shared_columns(weights: PackedWeights, load: Load, tile: TileConfig, tiles_
     """The second GEMM's tile, its columns shared among up to eight programs while these leave SMs without work.
 
     One or two experts of 14336 columns are 32 to 128 programs. Each shares at least 1024 columns, and all together are
-    at most so many tiles of 128 rows for each SM, half as many in steps of 256 columns. With three tiles, 137 calls of
+    at most `tiles_per_sm` tiles of 128 rows for each SM, half as many in steps of 256 columns. With three, 137 calls of
     one to four experts with 4864 to 32768 columns are 1.42 times as fast as without, 0.98 to 2.12
     (`tests/golden/h100/tile-rule-3.json`).
     """
@@ -189,9 +189,9 @@ def _few_experts_config(weights: PackedWeights, load: Load) -> LaunchConfig:
         waves = load.active * -(-weights.w13.rows // 128) / (2 * _SMS)
         if not 1.0 < waves < 1.4:
             up = TileConfig(64, 128, 128, num_warps=8, num_stages=3)
-    # At 128 rows, 24 calls of one and two experts are 1.03 times as fast with six, 0.99 to 1.09; at 256 rows, four are
-    # 0.96 times as fast (`tests/golden/h200/tile-rule-5.json`).
-    return LaunchConfig(up, _shared_columns(weights, load, _TALL_TILE, 6 if 90 < load.rows <= 160 else 3))
+    # At 128 rows, 24 calls of one and two experts are 1.03 times as fast with six, 0.99 to 1.09, on an H200; at 256 rows,
+    # four are 0.96 times as fast (`tests/golden/h200/tile-rule-5.json`). 91 to 127 rows take as many tiles as 128.
+    return LaunchConfig(up, _shared_columns(weights, load, _TALL_TILE, 6 if 90 < load.rows <= 128 else 3))
 
 
 def heuristic_config(weights: PackedWeights, top_k: int, tokens: int) -> LaunchConfig:
