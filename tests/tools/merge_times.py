@@ -6,16 +6,18 @@ else stays. Failures are not taken over: what cannot run on a machine without it
 
 Times of layers that no profile of the GPU has go to the last of its profiles: the one that ``tune`` wrote has both
 routings of each layer. A layer of which no two backends with the same precision of activations were timed is left out:
-no time is needed there. The benchmarks must have run on the profile's GPU, packages and kernels. Afterwards run
-``kernel_choices --write``, which says on which configurations the times rest. A time of another tile than the kernels'
-choice brings that tile into the profile: this GPU runs it there, and other GPUs' profiles and the kernels' tables stay
-as they are.
+no time is needed there. So is a new layer between whose numbers of tokens lies more than a factor of
+`MAX_TOKEN_RATIO`: nothing is decided by such times, only the latency model is fitted to them. The benchmarks must have
+run on the profile's GPU, packages and kernels. Afterwards run ``kernel_choices --write``, which says on which
+configurations the times rest. A time of another tile than the kernels' choice brings that tile into the profile: this
+GPU runs it there, and other GPUs' profiles and the kernels' tables stay as they are.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -24,6 +26,7 @@ from vllm_moe_oracle.measurements import profile
 from vllm_moe_oracle.measurements.bench_records import read_samples
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import KernelShape, Sample
+from vllm_moe_oracle.oracle.measured_choice import MAX_TOKEN_RATIO
 
 
 def merged(shipped: profile.Profile, environment: Environment, new: dict[KernelShape, list[Sample]]) -> profile.Profile:
@@ -41,7 +44,9 @@ def merged(shipped: profile.Profile, environment: Environment, new: dict[KernelS
     for shape, found in new.items():
         samples.setdefault(shape, {}).update({each.key: each for each in found if not each.failure})
         backends = {(each.backend, each.activations) for each in samples[shape].values()}
-        if len({precision for _, precision in backends}) == len(backends):
+        counts = sorted({each.tokens for each in samples[shape].values()})
+        gap = any(high > MAX_TOKEN_RATIO * low for low, high in pairwise(counts)) and not shipped.samples(shape)
+        if gap or len({precision for _, precision in backends}) == len(backends):
             del samples[shape]
     made = profile.make(
         shipped.environment, {shape: found.values() for shape, found in samples.items()}, shipped.conditions
@@ -92,8 +97,9 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
         for path, each in made.items():
             profile.write(each, path)
-            taken = sum(not sample.failure for found in parts[path].values() for sample in found)
-            print(f"{path.name}: {taken} times of {len(parts[path])} layers")
+            layers = [found for shape, found in parts[path].items() if each.samples(shape)]
+            taken = sum(not sample.failure for found in layers for sample in found)
+            print(f"{path.name}: {taken} times of {len(layers)} layers; {len(parts[path]) - len(layers)} left out")
     return 0
 
 

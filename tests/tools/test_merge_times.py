@@ -55,6 +55,15 @@ def test_a_layer_where_nothing_is_chosen_is_left_out() -> None:
         assert bool(made.samples(shape)) is expected
 
 
+@pytest.mark.parametrize(("counts", "taken"), [((1, 4, 16), True), ((1, 4, 17), False)])
+def test_a_new_layer_with_a_gap_that_nothing_decides_over_is_left_out(counts: tuple[int, ...], taken: bool) -> None:
+    shape = msgspec.structs.replace(ENTRY.kernel_shape, hidden_size=64)
+    one = next(each for each in SHIPPED.samples(ENTRY.kernel_shape) if not each.failure)
+    two = msgspec.structs.replace(one, backend="another")
+    found = [msgspec.structs.replace(each, tokens=count) for each in (one, two) for count in counts]
+    assert bool(merge_times.merged(SHIPPED, SHIPPED.environment, {shape: found}).samples(shape)) is taken
+
+
 def test_times_go_to_the_profile_that_has_their_layer() -> None:
     """A GPU may have several profiles: a layer in two of them would have old times beside new ones."""
     shipped = {
