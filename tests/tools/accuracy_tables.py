@@ -255,18 +255,18 @@ def _serving(held: dict[str, Any]) -> str:
     lines += [f"| format | backend | {' | '.join(heads)} |", "|---" * (2 + len(batches)) + "|"]
     plain = held["formats"]["bf16"]["ms_per_step"]
     for name, each in held["formats"].items():
-        cells = [
-            f"{int(batch) * 1e3 / ms:.1f} tokens/s ({plain[batch] / ms:.2f})"
-            for batch, ms in each["ms_per_step"].items()
-        ]
+        cells = []
+        for batch, ms in each["ms_per_step"].items():
+            ratio = f"{plain[batch] / ms:.2f}"
+            if each is not held["formats"]["bf16"] and "times_as_fast" in each:
+                ratio = "{:.2f}, {:.2f} to {:.2f}".format(*each["times_as_fast"][batch])
+            cells.append(f"{int(batch) * 1e3 / ms:.1f} tokens/s ({ratio})")
         lines.append(f"| {name} | {', '.join(each['backends']) or 'stock vLLM'} | {' | '.join(cells)} |")
     words = f"`OMP_NUM_THREADS`: {threads or 'not set'}."
     if load := held["conditions"].get("load"):
         words += f" Load: {load[0]:.1f} processes at the start, {load[1]:.1f} at the end."
-    if turns := held["formats"]["bf16"].get("turns"):
-        spread = [
-            f"{min(each):.0f} to {max(each):.0f} ms" for each in zip(*(turn.values() for turn in turns), strict=True)
-        ]
-        words += f" bf16's own {len(turns)} turns: {' and '.join(spread)} a step."
     lines += ["", words]
+    if rounds := held["formats"]["bf16"].get("rounds"):
+        spread = [f"{min(each):.0f} to {max(each):.0f} ms" for each in rounds.values()]
+        lines += ["", f"bf16's own {len(rounds[batches[0]])} rounds: {' and '.join(spread)} a step."]
     return "\n".join(lines)
