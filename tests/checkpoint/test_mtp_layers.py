@@ -51,6 +51,41 @@ def test_they_decide_for_themselves(tmp_path: Path) -> None:
     assert len(made.problems) == 58 and dict(made.unsupported_formats) == {"model.layers.61.mlp.experts": "NVFP4"}
 
 
+def with_headers(folder: Path, tensors: dict[str, str]) -> None:
+    """A file whose tensors have these types, and no bytes."""
+    header = {name: {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]} for name, dtype in tensors.items()}
+    data = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "noted"),
+    [
+        ({"experts.0.gate_proj.weight": "BF16", "experts.0.gate_proj.bias": "BF16"}, True),
+        ({"experts.0.gate_proj.weight": "F8_E4M3", "experts.0.gate_proj.weight_scale": "U8"}, False),
+        ({"experts.0.gate_proj.weight": "BF16", "experts.1.gate_proj.weight_scale": "U8"}, False),
+        ({"shared_experts.gate_proj.weight": "BF16"}, False),
+    ],
+)
+def test_files_that_say_otherwise_than_the_config_are_noted(
+    tensors: dict[str, str], noted: bool, tmp_path: Path
+) -> None:
+    written(tmp_path, "glm-4.5")
+    with_headers(tmp_path, {f"model.layers.92.mlp.{name}": dtype for name, dtype in tensors.items()})
+    for path, expected in ((tmp_path, noted), (tmp_path / "config.json", False)):
+        made = find_moe_layers(read_checkpoint(path))
+        assert [problem.layer for problem in made.mtp_problems] == ["model.layers.92.mlp.experts"]
+        words = "the files hold the experts of model.layers.92.mlp.experts in 16 bits"
+        assert any(note.startswith(words) for note in made.notes) is expected
+
+
+def test_files_that_cannot_be_read_are_a_note_with_a_remedy(tmp_path: Path) -> None:
+    written(tmp_path, "glm-4.5")
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    (note,) = (each for each in find_moe_layers(read_checkpoint(tmp_path)).notes if "is not known" in each)
+    assert "is not a safetensors file" in note and "git lfs pull" in note
+
+
 def test_those_whose_layers_have_other_names_are_only_counted(tmp_path: Path) -> None:
     made = found(tmp_path, "minimax-m2")
     assert not made.mtp_problems

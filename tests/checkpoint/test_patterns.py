@@ -110,9 +110,23 @@ def test_a_usual_pattern_matches_any_number_of_names() -> None:
         (".*" + "a" * 20_000, "has 20002 characters, more than 20000"),
         ("(?a)(?u)x", "is not a regular expression: "),
         ("(?R)", "calls itself or one of its groups"),
+        ("(?iV1)" + "[\\w--a]|" * 2200, "has the flag V1"),
+        ("a(?-i V1:b)".replace(" ", ""), "has the flag V1"),
         ("a{" + "9" * 5000 + "}", "repeats a part more than 10000 times"),
     ],
-    ids=["open", "overflow", "nested", "unbounded", "deep", "long", "flags", "recursion", "digits"],
+    ids=[
+        "open",
+        "overflow",
+        "nested",
+        "unbounded",
+        "deep",
+        "long",
+        "flags",
+        "recursion",
+        "sets of sets",
+        "scoped flag",
+        "digits",
+    ],
 )
 def test_refused_patterns_are_named_with_their_place(text: str, message: str) -> None:
     with pytest.raises(CheckpointError) as caught:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.lib import forked
+from tests.lib import distributions, forked
 from tests.lib.cli import CONFIGS, Run, Write
 from tests.lib.configs import quantized
 from tests.lib.fresh_process import TOOL, environment, python
@@ -30,7 +30,7 @@ from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.measurements import profile
-from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.oracle.registry import ENTRY_POINT_GROUP, default_registry
 from vllm_moe_oracle.releases.supported import NEWEST
 
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}
@@ -822,6 +822,18 @@ def test_output_that_cannot_be_written_is_one_line_and_status_2(write: Write) ->
         shell = ["sh", "-c", f'"$@" {closed}', "sh", *command]
         ended = subprocess.run(shell, capture_output=True, text=True, timeout=120)
         assert (ended.returncode, ended.stderr) == (0 if closed == "2>&-" else 2, said)
+
+
+def test_output_that_a_third_partys_backend_closes_is_one_line_and_status_2(write: Write, tmp_path: Path) -> None:
+    text = "import sys\nsys.stdout.close()\nraise ImportError('no')\n"
+    folder = distributions.install(
+        tmp_path / "site", "closer", ENTRY_POINT_GROUP, ["close = closer:x"], {"closer": text}
+    )
+    command = [sys.executable, *TOOL, "explain", str(write()), "--device", "nvidia-h200", "--brief"]
+    paths = os.pathsep.join([str(folder), str(Path(__file__).parents[2])])
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": paths})
+    assert ended.returncode == 2 and ended.stderr.splitlines()[-1] == "error: standard output was closed"
+    assert "Traceback" not in ended.stderr and "entry point close could not be loaded" in ended.stderr
 
 
 @pytest.mark.parametrize("line", [("CONFIG", "--bogus"), ("nope",), ("CONFIG", "--device", "cpu", "--ep", "--json")])

@@ -501,6 +501,24 @@ def test_a_trigger_cannot_hide_behind_a_name_or_a_type(store: Store, name: str, 
     assert before in [path.read_bytes() for path in [store.path, *aside]]  # no sample is lost
 
 
+def test_a_schema_of_many_wide_tables_is_not_read_to_its_end(store: Store) -> None:
+    """SQLite reads all of it before the first query: 2 ms for each of these rows, of which a file can hold 130,000."""
+    store.add(HERE, SHAPE, [sample()])
+    wide = ",".join(f"c{number}" for number in range(1500))
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("PRAGMA writable_schema = ON")
+        for number in range(800):
+            row = ("table", f"t{number}", f"t{number}", 2, f"CREATE TABLE t{number}({wide})")
+            connection.execute("INSERT INTO sqlite_master VALUES (?, ?, ?, ?, ?)", row)
+        connection.commit()
+    before = store.path.read_bytes()
+    other = Store(store.path.parent)
+    for touch in (other.check_readable, other.summary, other.prepare, lambda: other.add(HERE, SHAPE, [sample(2)])):
+        with pytest.raises(MeasurementError, match="takes too long to answer"):
+            touch()
+    assert store.path.read_bytes() == before
+
+
 def test_any_changed_byte_of_the_first_page_is_an_error_or_harmless(store: Store) -> None:
     """The header and the schema: SQLite quotes names from it in messages, which then are not UTF-8."""
     store.add(HERE, SHAPE, [sample()])

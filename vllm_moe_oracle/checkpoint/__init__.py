@@ -1,15 +1,16 @@
 """Model configs to `Problem`s: which layers have experts, their shapes and formats, and what one rank holds.
 
 Only ``config.json`` is read (or Mistral's ``params.json``, and ``hf_quant_config.json``, where older ModelOpt releases
-keep the quantization), and in a folder of GPTQ or AWQ tensors the biases of experts, which no config mentions. Nothing
-here needs torch or vLLM. Models name the same field differently, so each field has a list of names; what a model's code
-decides stands in the tables of `layer_names`, `layer_problem` and `model_fields`. Names of layers are vLLM's.
+keep the quantization). In a folder of GPTQ or AWQ tensors the biases of experts are read, which no config mentions, and
+beside a layer for multi-token prediction the files' headers. Nothing here needs torch or vLLM. Models name the same
+field differently, so each field has a list of names; what a model's code decides stands in the tables of `layer_names`,
+`layer_problem` and `model_fields`. Names of layers are vLLM's.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Problem, Scheme
@@ -25,10 +26,11 @@ from ..quantization import (
     with_moe_wna16_packing,
 )
 from ..quantization.fields import short_repr
-from ..quantization.types import FormatLookup, UnsupportedFormat, describe_format
+from ..quantization.types import FormatLookup, LayerNames, UnsupportedFormat, describe_format
 from ..releases import min_versions
 from ..releases.all2all import DEFAULT_ALL2ALL, effective_all2all
 from ..untrusted import boundary
+from .biases import are_in_16_bits
 from .files import CheckpointFiles, read_checkpoint
 from .layer_names import (
     MTP_COUNT_FIELDS,
@@ -138,7 +140,7 @@ def _find_moe_layers(
             found = mtp_problems if place in mtp_names else problems
             index, kind = place
             found.append(layer_problem(kinds[kind], index, name, layer_format, ranks, ragged_shards, vllm))
-    notes = tuple(_notes(config, unquantized, foreign, online))
+    notes = (*_notes(config, unquantized, foreign, online), *_stored_otherwise(config, mtp_names, mtp_problems))
     if model_type(config) == EVEN_SPLIT_MODEL_TYPE and any(problem.scheme.name == "wna16" for problem in problems):
         rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "
         notes += (f"{rule}weight_packed): loading fails: the weights are reported as missing",)
@@ -151,6 +153,30 @@ def _find_moe_layers(
     if words:
         notes += (f"a server does not start, unless the files leave all layers but experts unquantized: {words}",)
     return MoeLayers(tuple(problems), tuple(unquantized), foreign, method, notes, tuple(mtp_problems), refused)
+
+
+def _stored_otherwise(
+    config: CheckpointFiles, names: Mapping[tuple[int, int], LayerNames], quantized: Iterable[Problem]
+) -> Iterator[str]:
+    """What is to be known of layers for multi-token prediction whose files say otherwise than the quantization config:
+    tools leave such layers in 16 bits, and not all of them write so."""
+    if config.folder is None or config.quantization is None:
+        return
+    layers = {each.layer for each in quantized}
+    for layer in names.values():
+        if layer.modules[0] not in layers:
+            continue
+        try:
+            plain = are_in_16_bits(config.folder, [name for name, _ in layer.modules_in_files()])
+        except CheckpointError as error:
+            yield f"whether the files hold {layer.modules[0]} as the config says is not known: {error}"
+            return
+        if plain:
+            yield (
+                f"the files hold the experts of {layer.modules[0]} in 16 bits, and {config.quantization[1]} does not "
+                "leave them out: speculative decoding with this layer does not load. Add it to the layers that the "
+                "config ignores"
+            )
 
 
 def _unread_experts_error(config: CheckpointFiles, words: str, online: str, vllm: str | None) -> CheckpointError:

@@ -1,4 +1,5 @@
-"""Biases of experts that only a checkpoint's tensors tell of: no field of a GPTQ or AWQ config does.
+"""What only a checkpoint's tensors tell of experts: biases, of which no field of a GPTQ or AWQ config speaks, and
+experts in 16 bits that a config does not leave out.
 
 AutoGPTQ wrote a bias of zeros for every matrix; those are none. The format of the files is that of safetensors: eight
 bytes with the length of a JSON object, which has type, shape and place of each tensor, then the tensors' bytes.
@@ -6,11 +7,12 @@ bytes with the length of a JSON object, which has type, shape and place of each 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
 from ..quantization.fields import short_repr
@@ -43,18 +45,50 @@ def has_nonzero_expert_biases(folder: Path) -> bool:
     return any(_has_nonzero_bias(file) for file in sorted(folder.glob("*.safetensors")))
 
 
+def are_in_16_bits(folder: Path, modules: Collection[str]) -> bool:
+    """Whether the safetensors files in a folder hold experts under one of these names, all matrices as floating-point
+    numbers of 16 bits or more. Only the files' headers are read.
+
+    Args:
+        folder: the checkpoint's.
+        modules: names of the module of one layer's experts in files.
+
+    Raises:
+        CheckpointError: a file cannot be read, or is not in the safetensors format.
+    """
+    starts = tuple(f"{module}." for module in modules)
+    found = False
+    for path in sorted(folder.glob("*.safetensors")):
+        with _opened(path) as file:
+            tensors, _ = _read_header(file, str(path))
+        for name, tensor in tensors.items():
+            if not name.startswith(starts) or name.endswith("bias"):
+                continue
+            if not name.endswith(".weight") or not isinstance(tensor, dict) or tensor.get("dtype") not in _DTYPE_BYTES:
+                return False  # codes or scales
+            found = True
+    return found
+
+
 def _has_nonzero_bias(path: Path) -> bool:
+    with _opened(path) as file:
+        return any(_any_nonzero(data, width) for data, width in _read_biases(file, str(path)))
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A file of tensors; what goes wrong with its content is an error of the checkpoint."""
     if not path.is_file():  # a pipe or a device would block, or never end
         raise CheckpointError("is not a regular file", where=str(path))
     with boundary(CheckpointError, "cannot be read", where=str(path)):
         file = path.open("rb")
     remedy = "Fetch the file itself (git lfs pull), or give the config.json: no tensor is looked at then"
     with file, boundary(CheckpointError, "is not a safetensors file", remedy, str(path)):
-        return any(_any_nonzero(data, width) for data, width in _read_biases(file, str(path)))
+        yield file
 
 
-def _read_biases(file: BinaryIO, where: str) -> Iterator[tuple[bytes, int]]:
-    """Yields the bytes of each expert bias in pieces, and the bytes per number."""
+def _read_header(file: BinaryIO, where: str) -> tuple[dict[str, Any], int]:
+    """What the file says of each tensor, by name, and the header's bytes."""
     length = os.fstat(file.fileno()).st_size
     size = int.from_bytes(file.read(8), "little")
     if not 0 < size <= min(MAX_HEADER_BYTES, length - 8):
@@ -62,6 +96,13 @@ def _read_biases(file: BinaryIO, where: str) -> Iterator[tuple[bytes, int]]:
     tensors = parse_json(file.read(size), CheckpointError, where)
     if not isinstance(tensors, dict):
         raise ValueError(f"its header is {short_repr(tensors)}, not an object")
+    return tensors, size
+
+
+def _read_biases(file: BinaryIO, where: str) -> Iterator[tuple[bytes, int]]:
+    """Yields the bytes of each expert bias in pieces, and the bytes per number."""
+    length = os.fstat(file.fileno()).st_size
+    tensors, size = _read_header(file, where)
     total = 0
     for name, tensor in tensors.items():
         if name == "__metadata__" or not is_expert_bias(name):

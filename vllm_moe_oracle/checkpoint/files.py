@@ -32,6 +32,7 @@ class CheckpointFiles:
         has_text_config: `model_config` is such a part.
         quantization: the quantization config, and the file and field that it came from; None when there is none.
         expert_biases: a folder's tensors have biases of experts, where the quantization leaves that to them.
+        folder: the folder, where it was given and not the config alone: its tensors may be looked at.
     """
 
     path: Path
@@ -40,6 +41,7 @@ class CheckpointFiles:
     has_text_config: bool
     quantization: tuple[Mapping[str, Any], str] | None
     expert_biases: bool = False
+    folder: Path | None = None
 
 
 def read_checkpoint(path: Path | str) -> CheckpointFiles:
@@ -80,9 +82,9 @@ def _read_checkpoint(path: Path) -> CheckpointFiles:
     model, nested = _text_config(top, file)
     quantization = _quantization_config(top, model, file)
     told = quantization is not None and str(quantization[0].get("quant_method")).lower() in _METHODS_WITH_BIASES
-    return CheckpointFiles(
-        file, top, model, nested, quantization, told and path.is_dir() and has_nonzero_expert_biases(path)
-    )
+    folder = path if path.is_dir() else None
+    biases = told and folder is not None and has_nonzero_expert_biases(folder)
+    return CheckpointFiles(file, top, model, nested, quantization, biases, folder)
 
 
 _GGUF_REMEDY = "This plugin serves no GGUF: give the model's checkpoint in safetensors"

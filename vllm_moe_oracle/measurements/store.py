@@ -60,6 +60,9 @@ _MAX_TEXT_CHARS = 1 << 16
 """Longest text read from the file."""
 _MAX_VM_STEPS = 2_000_000
 """Most SQLite instructions of one query, some tens of milliseconds, so that a hostile file cannot delay a server."""
+_MAX_SCHEMA_VM_STEPS = 1000
+"""Most SQLite instructions until the schema is checked. SQLite reads all of a schema first, about two instructions and,
+for a table of 1500 columns, 2 ms for each row; ours has two tables and an index."""
 _MAX_TOOL_VM_STEPS = 50 * _MAX_VM_STEPS
 """Most SQLite instructions of one query of the command line tool, which reads all layers."""
 _MAX_FILE_BYTES = 1 << 30
@@ -405,6 +408,8 @@ class Store:
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 24)
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.execute("PRAGMA cell_size_check = ON")
+            if mode == "rw":  # until `_check`
+                connection.set_progress_handler(lambda: 1, _MAX_SCHEMA_VM_STEPS)
             yield connection
         finally:
             connection.close()
@@ -432,6 +437,7 @@ class Store:
         found = connection.execute(f"{_SCHEMA_QUERY} LIMIT {len(expected) + 1}").fetchall()
         if sorted(found, key=repr) != expected:
             raise self._error("has other tables than a store of measurements", "Move it away")
+        connection.set_progress_handler(None, 0)
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

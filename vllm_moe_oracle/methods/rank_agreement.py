@@ -42,19 +42,42 @@ _KINDS = {
 """Words for a missing value, and the remedy, by the kind of property."""
 
 NUMERIC_VARIABLES = (
+    "VLLM_ALLREDUCE_USE_FLASHINFER",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM",
     "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER",
     "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION",
+    "VLLM_DISABLED_KERNELS",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_MOE_GEMM_TYPE",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
     "VLLM_HUMMING_USE_F16_ACCUM",
     "VLLM_MARLIN_INPUT_DTYPE",
     "VLLM_MARLIN_USE_ATOMIC_ADD",
+    "VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE",
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_MOE_SKIP_PADDING",
     "VLLM_MOE_USE_DEEP_GEMM",
+    "VLLM_TRITON_FORCE_FIRST_CONFIG",
+    "VLLM_TRITON_USE_TD",
+    "VLLM_TUNED_CONFIG_FOLDER",
     "VLLM_USE_DEEP_GEMM",
     "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_USE_DEEP_GEMM_TMA_ALIGNED_SCALES",
+    "VLLM_USE_FLASHINFER_MOE_INT4",
     "VLLM_USE_FUSED_MOE_GROUPED_TOPK",
+    "VLLM_USE_HW_AGNOSTIC",
+    "VLLM_USE_NCCL_SYMM_MEM",
 )
-"""vLLM's variables that change the numbers of its kernels for quantized experts. What `Problem` has is not here."""
+"""vLLM's variables that change the numbers of its kernels for quantized experts, or of what ranks add up. What `Problem`
+has is not here."""
+LIBRARY_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+"""Those of the libraries below it."""
 
 _MAX_DIFFERENCES = 6
 """Differences that an error lists."""
@@ -108,7 +131,7 @@ def process_properties(settings: Settings) -> dict[str, dict[str, Any]]:
     }
     return {
         "setting": shared_values(settings),
-        "variable": {name: get_env(name) for name in NUMERIC_VARIABLES},
+        "variable": {name: get_env(name) for name in (*NUMERIC_VARIABLES, *LIBRARY_VARIABLES)},
         "version": versions,
     }
 
