@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 
 from vllm_moe_oracle.compat import unquantized_experts
 from vllm_moe_oracle.compat.unquantized_experts import UnquantizedChoice
+from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.methods import served_schemes
 
 
@@ -17,9 +21,10 @@ def model(quantization: str | None) -> Any:
     return SimpleNamespace(quantization=quantization)
 
 
-def engine(target: Any, draft: Any = None, speculates: bool = True) -> Any:
+def engine(target: Any, draft: Any = None, speculates: bool = True, load_format: str = "auto") -> Any:
     speculative = SimpleNamespace(draft_model_config=draft) if speculates else None
-    return SimpleNamespace(model_config=target, speculative_config=speculative)
+    load = SimpleNamespace(load_format=load_format)
+    return SimpleNamespace(model_config=target, speculative_config=speculative, load_config=load)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +54,34 @@ def test_unquantized_experts_beside_ours_get_vllms_own_choice(
         choose(lambda method, moe, **more: seen.append((method, moe.moe_backend, more)), "method", moe, more=1)
     assert seen == [("method", expected, {"more": 1})] * 2
     assert caplog.text.count(f"--moe-backend {asked} is for quantized experts") == (asked != expected)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "load_format", "dtype", "refused"),
+    [
+        ("auto_gptq", "sharded_state", "I32", True),
+        ("auto_gptq", "sharded_state", "BF16", False),  # experts that the config leaves out
+        ("auto_gptq", "auto", "I32", False),
+        (None, "sharded_state", "I32", False),
+    ],
+)
+def test_a_saved_state_of_quantized_experts_is_refused_by_its_files(
+    quantization: str | None, load_format: str, dtype: str, refused: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """vLLM takes GPTQ's experts for 16-bit ones there, and would end with a KeyError."""
+    header = {"a.experts.routed_experts.w13": {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]}}
+    data = json.dumps(header).encode()
+    (tmp_path / "model-rank-0-part-0.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
+    target = SimpleNamespace(quantization=quantization, model=str(tmp_path))
+    current = engine(target, speculates=False, load_format=load_format)
+    monkeypatch.setattr(unquantized_experts, "get_current_vllm_config_or_none", lambda: current)
+    monkeypatch.setattr(unquantized_experts, "current_layer", lambda: (None, "a.experts"))
+    made: list[Any] = []
+    choose = UnquantizedChoice(served_schemes())
+    with pytest.raises(CheckpointError, match=r"^a\.experts: a saved state") if refused else nullcontext():
+        choose(lambda method, moe: made.append(method), "method", SimpleNamespace(moe_backend="auto"))
+    assert bool(made) is not refused
 
 
 def test_vllms_selector_refuses_the_names_of_quantized_kernels() -> None:

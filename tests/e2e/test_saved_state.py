@@ -44,8 +44,5 @@ def test_a_served_model_is_saved_and_its_state_is_refused(results: dict[str, Any
     found = results[family]
     assert "saved" in found, found["error"]
     assert found["flat"] and len(found["saved"]) >= 4 and all(found["saved"].values())
-    if family == "gptq":  # vLLM looks for GPTQ's names in the files, takes the experts for 16-bit ones, and ends
-        assert found["error"].startswith("KeyError: 'model.layers.0.mlp.experts.routed_experts.w13")
-        return
     assert "a saved state holds the kernels' tensors" in found["error"]
     assert "Load the original checkpoint, with another --load-format" in found["error"]

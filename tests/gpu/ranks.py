@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from tests.lib import adapters, checkpoints, integer_checkpoints, reference
 from tests.lib.integer_checkpoints import Integers
@@ -255,10 +254,9 @@ def serve(folder: Path, job: dict[str, Any], device: int) -> dict[str, Any]:
     try:
         output = process.communicate(timeout=SECONDS)[0]
     except subprocess.TimeoutExpired:
-        # A server has a session of its own; a rank whose engine has died is nobody's child, but of this group.
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+        process.terminate()  # it ends a server, which has a group of its own
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=15)
         os.killpg(process.pid, signal.SIGKILL)
         output = f"{process.communicate()[0]}\nerror: ended after {SECONDS} s"
     result = json.loads(files[1].read_text())[0] if files[1].exists() else {"error": "no result"}

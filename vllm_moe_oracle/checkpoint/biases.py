@@ -56,18 +56,33 @@ def are_in_16_bits(folder: Path, modules: Collection[str]) -> bool:
     Raises:
         CheckpointError: a file cannot be read, or is not in the safetensors format.
     """
+    tensors = dict(_matrices(folder, modules))
+    return bool(tensors) and all(name.endswith(".weight") and dtype in _DTYPE_BYTES for name, dtype in tensors.items())
+
+
+def has_codes(folder: Path, modules: Collection[str]) -> bool:
+    """Whether the safetensors files in a folder hold tensors under one of these names that are no floating-point
+    numbers of 16 bits or more.
+
+    Args:
+        folder: the checkpoint's, or that of a state which vLLM saved.
+        modules: names of the module of one layer's experts in files.
+
+    Raises:
+        CheckpointError: a file cannot be read, or is not in the safetensors format.
+    """
+    return any(dtype not in _DTYPE_BYTES for _, dtype in _matrices(folder, modules))
+
+
+def _matrices(folder: Path, modules: Collection[str]) -> Iterator[tuple[str, object]]:
+    """Names and types of the tensors under some names, but for biases, by the files' headers."""
     starts = tuple(f"{module}." for module in modules)
-    found = False
     for path in sorted(folder.glob("*.safetensors")):
         with _opened(path) as file:
             tensors, _ = _read_header(file, str(path))
         for name, tensor in tensors.items():
-            if not name.startswith(starts) or name.endswith("bias"):
-                continue
-            if not name.endswith(".weight") or not isinstance(tensor, dict) or tensor.get("dtype") not in _DTYPE_BYTES:
-                return False  # codes or scales
-            found = True
-    return found
+            if name.startswith(starts) and not name.endswith("bias"):
+                yield name, tensor.get("dtype") if isinstance(tensor, dict) else None
 
 
 def _has_nonzero_bias(path: Path) -> bool:

@@ -11,11 +11,23 @@ from vllm.config.quantization import QuantizationConfigArgs
 from vllm.distributed import parallel_state
 
 from ..core.lora import targets_experts
+from ..errors import CheckpointError
 
 
 @cache
 def _default_engine() -> VllmConfig:
     return VllmConfig()
+
+
+def loads_saved_state(engine: VllmConfig) -> bool:
+    """Whether vLLM loads what its ``save_sharded_state`` wrote."""
+    return str(engine.load_config.load_format) in ("sharded_state", "runai_streamer_sharded")
+
+
+def saved_state_error(layer: str) -> CheckpointError:
+    """The refusal of a saved state in a layer with quantized experts."""
+    rule = "a saved state holds the kernels' tensors, which would be converted a second time"
+    return CheckpointError(rule, "Load the original checkpoint, with another --load-format", layer)
 
 
 class EngineAdapter:
@@ -99,9 +111,17 @@ class EngineAdapter:
         chosen["enable_multithread_load"] = False
         return True
 
-    def loads_saved_state(self) -> bool:
-        """Whether vLLM loads what its ``save_sharded_state`` wrote: the kernels' tensors, not a checkpoint's."""
-        return str(self.engine().load_config.load_format) in ("sharded_state", "runai_streamer_sharded")
+    def require_original(self, layer: str) -> None:
+        """Nothing, where vLLM loads a checkpoint.
+
+        Args:
+            layer: the name of a layer with quantized experts.
+
+        Raises:
+            CheckpointError: vLLM loads what its ``save_sharded_state`` wrote, the kernels' tensors.
+        """
+        if loads_saved_state(self.engine()):
+            raise saved_state_error(layer)
 
     def moe_layer_names(self) -> list[str]:
         """Names of all MoE layers of the model, including those that stock vLLM serves."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
 
+from ..checkpoint.biases import has_codes
 from ..settings import AUTO
+from .engine_adapter import loads_saved_state, saved_state_error
 from .layer_context import current_layer
 
 if TYPE_CHECKING:
@@ -54,7 +57,16 @@ class UnquantizedChoice:
             moe: vLLM's config of the layer; its `moe_backend` may become ``auto``.
             args: other arguments of the constructor.
             kwargs: likewise.
+
+        Raises:
+            CheckpointError: vLLM loads what its ``save_sharded_state`` wrote of quantized experts. From such files
+                vLLM reads that GPTQ's experts are not quantized: it looks for a checkpoint's names in them.
         """
+        engine, name = get_current_vllm_config_or_none(), current_layer()[1]
+        if engine is not None and name and self._serves_model() and loads_saved_state(engine):
+            folder = Path(engine.model_config.model)
+            if folder.is_dir() and has_codes(folder, [name]):
+                raise saved_state_error(name)
         asked = moe.moe_backend
         if asked != AUTO and self._serves_model() and not _is_for_unquantized(asked):
             moe.moe_backend = AUTO

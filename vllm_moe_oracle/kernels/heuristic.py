@@ -189,8 +189,8 @@ def _few_experts_config(weights: PackedWeights, load: Load) -> LaunchConfig:
         waves = load.active * -(-weights.w13.rows // 128) / (2 * _SMS)
         if not 1.0 < waves < 1.4:
             up = TileConfig(64, 128, 128, num_warps=8, num_stages=3)
-    # At 128 rows, 24 calls of one and two experts are 1.03 times as fast with six, 0.99 to 1.09, on an H200; at 256 rows,
-    # four are 0.96 times as fast (`tests/golden/h200/tile-rule-5.json`). 91 to 127 rows take as many tiles as 128.
+    # On an H200, 24 calls of one and two experts at 128 rows are 1.03 times as fast with six, 0.99 to 1.09, and four
+    # calls at 256 rows 0.96 times (`tests/golden/h200/tile-rule-5.json`). 91 to 127 rows take as many tiles as 128.
     return LaunchConfig(up, _shared_columns(weights, load, _TALL_TILE, 6 if 90 < load.rows <= 128 else 3))
 
 

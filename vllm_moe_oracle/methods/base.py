@@ -25,7 +25,7 @@ from ..compat.layer_context import current_layer
 from ..core.decision import Decision
 from ..core.problem import PADDED_EXPERTS, Problem, Scheme
 from ..devices import detect
-from ..errors import CheckpointError, LifecycleError, NoBackendError, OracleError, is_out_of_memory, sanitize
+from ..errors import LifecycleError, NoBackendError, OracleError, is_out_of_memory, sanitize
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
 from ..oracle.stock_kernels import is_loadable
@@ -230,9 +230,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         self.adapter = current_adapter()
         layer, name = current_layer()
         load_summary.start_layer(name)
-        if self.adapter.loads_saved_state():
-            rule = "a saved state holds the kernels' tensors, which would be converted a second time"
-            raise CheckpointError(rule, "Load the original checkpoint, with another --load-format", name)
+        self.adapter.require_original(name)
         with rank_sync.notify_on_failure(rank_agreement.make_group(), f"the settings and the shape of {name}"):
             self.settings = chosen = settings.load(additional_config=self.adapter.additional_config())
             declared = scheme.activations

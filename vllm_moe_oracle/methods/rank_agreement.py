@@ -74,8 +74,8 @@ NUMERIC_VARIABLES = (
     "VLLM_USE_HW_AGNOSTIC",
     "VLLM_USE_NCCL_SYMM_MEM",
 )
-"""vLLM's variables that change the numbers of its kernels for quantized experts, or of what ranks add up. What `Problem`
-has is not here."""
+"""vLLM's variables that change the numbers of its kernels for quantized experts, or of what ranks add up. What
+`Problem` has is not here."""
 LIBRARY_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 """Those of the libraries below it."""
 
