@@ -257,7 +257,8 @@ def serve(folder: Path, job: dict[str, Any], device: int) -> dict[str, Any]:
         process.terminate()  # it ends a server, which has a group of its own
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=15)
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # nothing of the group is left
+            os.killpg(process.pid, signal.SIGKILL)
         output = f"{process.communicate()[0]}\nerror: ended after {SECONDS} s"
     result = json.loads(files[1].read_text())[0] if files[1].exists() else {"error": "no result"}
     lines = files[2].read_text().splitlines() if files[2].exists() else []
