@@ -163,7 +163,10 @@ class CpuDequantized(Backend):
         operator = require_operator("cpu_fused_moe", problem.layer).default
         on_input = problem.routing.apply_router_weight_on_input
         # A bias of the second product is cut once, so it is as much too large as it would be too small.
-        factor = (1 + _CUT_OFF) ** 2 if problem.dtype == "bfloat16" and _cuts_off() else 1.0
+        factor = None
+        if problem.dtype == "bfloat16" and _cuts_off():
+            # A tensor: torch would make one of a number in each call, which takes 10 us.
+            factor = torch.tensor((1 + _CUT_OFF) ** 2, dtype=torch.float32, device="cpu")
 
         def run(out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> None:
             if x.shape[0] == 0:
@@ -171,7 +174,7 @@ class CpuDequantized(Backend):
             if on_input:  # as vLLM's prepare step does it: both factors and the product in the model's dtype
                 x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
             weights, ids = fill_empty_slots(topk_weights, topk_ids, expert_map)
-            weights = weights if factor == 1.0 else weights * factor
+            weights = weights if factor is None else weights * factor
             target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
             operator(
                 target, x.contiguous(), tensors["w13"], tensors["w2"], tensors.get("w13_bias"), tensors.get("w2_bias"),
