@@ -169,12 +169,6 @@ def main() -> None:
             sys.stdout.flush()  # a closed pipe shows here or above, not when the interpreter ends
     except BrokenPipeError:
         _end_with_closed_pipe()
-    except ValueError:
-        if not sys.stdout.closed:
-            raise
-        # Third parties' code that was imported has closed it.
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        _fail("standard output was closed")
     except SystemExit:
         # click takes a closed pipe for an error with status 1, and wraps standard output.
         if type(sys.stdout).__name__ == "PacifyFlushWrapper":
@@ -204,6 +198,12 @@ def main() -> None:
             raise
         _discard_output()
         _fail(f"standard output cannot be written: {error.strerror}")
+    except ValueError:
+        if not sys.stdout.closed:
+            raise
+        # Third parties' code that was imported has closed it.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        _fail("standard output was closed")
     sys.exit(status)
 
 
