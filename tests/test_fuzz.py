@@ -23,7 +23,7 @@ from tests.lib.cases import H200, problem
 from tests.lib.configs import AUTO_ROUND, CONFIGS, CT_INPUTS, CT_MXFP8, GPTQ, INT4, MODELOPT, PACKED, compressed, group
 from tests.lib.samples import HERE, SHAPE, sample
 from vllm_moe_oracle import api, settings
-from vllm_moe_oracle.checkpoint import biases
+from vllm_moe_oracle.checkpoint import tensor_headers
 from vllm_moe_oracle.devices.catalog import load_device
 from vllm_moe_oracle.errors import MeasurementError, OracleError
 from vllm_moe_oracle.measurements import bench_records, lookup, profile
@@ -176,7 +176,7 @@ def test_headers_of_tensors(fuzz: Fuzz, tmp_path: Path) -> None:
 
     def read(data: bytes) -> str:
         path.write_bytes(data)
-        return outcome(lambda: biases.has_nonzero_expert_biases(tmp_path))
+        return outcome(lambda: tensor_headers.has_nonzero_expert_biases(tmp_path))
 
     fuzz(make, read)
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tests.lib.configs import GPTQ, quantized
 from vllm_moe_oracle import checkpoint
-from vllm_moe_oracle.checkpoint.biases import has_nonzero_expert_biases, is_expert_bias
+from vllm_moe_oracle.checkpoint.tensor_headers import has_nonzero_expert_biases, is_expert_bias
 from vllm_moe_oracle.errors import CheckpointError
 
 NAME = "model.layers.0.mlp.experts.7.down_proj.bias"

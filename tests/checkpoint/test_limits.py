@@ -13,7 +13,7 @@ import pytest
 
 from tests.lib.configs import AUTO_ROUND, CT_INPUTS, CT_MXFP8, GPTQ, MODELOPT, compressed, config, group, quantized
 from vllm_moe_oracle import untrusted
-from vllm_moe_oracle.checkpoint import biases, find_moe_layers, read_checkpoint
+from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint, tensor_headers
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.quantization.fields import any_at_or_below, flatten_names, names_below
 
@@ -157,11 +157,15 @@ def tensors(path: Path, size: int, count: int = 1) -> None:
 
 def test_a_sparse_bias_is_refused_unread(tmp_path: Path) -> None:
     tensors(tmp_path / "model.safetensors", 6 << 30)
-    with pytest.raises(CheckpointError, match=f"biases of experts have more than {biases.MAX_BIAS_BYTES} bytes"):
-        biases.has_nonzero_expert_biases(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=f"biases of experts have more than {tensor_headers.MAX_BIAS_BYTES} bytes"
+    ):
+        tensor_headers.has_nonzero_expert_biases(tmp_path)
     tensors(tmp_path / "model.safetensors", 1 << 20, count=1000)  # each a mebibyte, of a file that has one
-    with pytest.raises(CheckpointError, match=f"biases of experts have more than {biases.MAX_BIAS_BYTES} bytes"):
-        biases.has_nonzero_expert_biases(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=f"biases of experts have more than {tensor_headers.MAX_BIAS_BYTES} bytes"
+    ):
+        tensor_headers.has_nonzero_expert_biases(tmp_path)
 
 
 def test_tensors_are_read_in_pieces(tmp_path: Path) -> None:
@@ -169,14 +173,14 @@ def test_tensors_are_read_in_pieces(tmp_path: Path) -> None:
     tensors(path, 24 << 20)
     tracemalloc.start()
     try:
-        assert not biases.has_nonzero_expert_biases(tmp_path)
+        assert not tensor_headers.has_nonzero_expert_biases(tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
     with path.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x01")
-    assert biases.has_nonzero_expert_biases(tmp_path)
+    assert tensor_headers.has_nonzero_expert_biases(tmp_path)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32", "latin-1"])

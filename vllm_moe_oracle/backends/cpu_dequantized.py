@@ -165,7 +165,7 @@ class CpuDequantized(Backend):
         # A bias of the second product is cut once, so it is as much too large as it would be too small.
         factor = None
         if problem.dtype == "bfloat16" and _cuts_off():
-            # A tensor: torch would make one of a number in each call, which takes 10 us.
+            # A tensor: torch would make one of a number in each call, which takes 4 us.
             factor = torch.tensor((1 + _CUT_OFF) ** 2, dtype=torch.float32, device="cpu")
 
         def run(out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> None:

@@ -30,7 +30,6 @@ from ..quantization.types import FormatLookup, LayerNames, UnsupportedFormat, de
 from ..releases import min_versions
 from ..releases.all2all import DEFAULT_ALL2ALL, effective_all2all
 from ..untrusted import boundary
-from .biases import are_in_16_bits
 from .files import CheckpointFiles, read_checkpoint
 from .layer_names import (
     MTP_COUNT_FIELDS,
@@ -44,6 +43,7 @@ from .layer_names import (
 from .layer_problem import layer_problem, model_dtype
 from .model_fields import MAX_RANKS, kinds_of_experts, model_type
 from .ranks import Ranks
+from .tensor_headers import are_in_16_bits
 
 __all__ = ["CheckpointFiles", "MoeLayers", "find_moe_layers", "read_checkpoint"]
 

@@ -11,8 +11,8 @@ from ..errors import CheckpointError, LeftToStockError
 from ..quantization.fields import short_repr
 from ..untrusted import boundary, exists, parse_json, read_file
 from . import mistral_params
-from .biases import has_nonzero_expert_biases
 from .hub_cache import cached_snapshot, is_hub_name
+from .tensor_headers import has_nonzero_expert_biases
 
 _METHODS_WITH_BIASES = ("gptq", "awq")
 """Formats whose methods look for biases of experts among a checkpoint's tensors."""

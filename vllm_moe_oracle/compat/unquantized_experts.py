@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
 
-from ..checkpoint.biases import has_codes
+from ..checkpoint.tensor_headers import has_codes
 from ..settings import AUTO
 from .engine_adapter import loads_saved_state, saved_state_error
 from .layer_context import current_layer

@@ -61,8 +61,8 @@ _MAX_TEXT_CHARS = 1 << 16
 _MAX_VM_STEPS = 2_000_000
 """Most SQLite instructions of one query, some tens of milliseconds, so that a hostile file cannot delay a server."""
 _MAX_SCHEMA_VM_STEPS = 1000
-"""Most SQLite instructions until the schema is checked. SQLite reads all of a schema first, about two instructions and,
-for a table of 1500 columns, 2 ms for each row; ours has two tables and an index."""
+"""Most SQLite instructions until the schema is checked. SQLite reads all of a schema first, which takes eight
+instructions for each row, and 2 ms for a table of 1500 columns; ours has two tables and an index."""
 _MAX_TOOL_VM_STEPS = 50 * _MAX_VM_STEPS
 """Most SQLite instructions of one query of the command line tool, which reads all layers."""
 _MAX_FILE_BYTES = 1 << 30

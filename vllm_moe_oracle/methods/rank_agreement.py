@@ -77,7 +77,7 @@ NUMERIC_VARIABLES = (
 """vLLM's variables that change the numbers of its kernels for quantized experts, or of what ranks add up. What
 `Problem` has is not here."""
 LIBRARY_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
-"""Those of the libraries below it."""
+"""PyTorch's and NVIDIA's variables that change the precision of products."""
 
 _MAX_DIFFERENCES = 6
 """Differences that an error lists."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
-from ..checkpoint.biases import has_nonzero_expert_biases, is_expert_bias
+from ..checkpoint.tensor_headers import has_nonzero_expert_biases, is_expert_bias
 from ..compat import current_adapter, weight_storage
 from ..compat.layer_context import set_current_layer
 from ..core.problem import Problem, Scheme
