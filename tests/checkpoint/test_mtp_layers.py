@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from vllm_moe_oracle.checkpoint import MoeLayers, find_moe_layers, read_checkpoint
@@ -51,27 +53,21 @@ def test_they_decide_for_themselves(tmp_path: Path) -> None:
     assert len(made.problems) == 58 and dict(made.unsupported_formats) == {"model.layers.61.mlp.experts": "NVFP4"}
 
 
-def with_headers(folder: Path, tensors: dict[str, str]) -> None:
-    """A file whose tensors have these types, and no bytes."""
-    header = {name: {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]} for name, dtype in tensors.items()}
-    data = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
-
-
 @pytest.mark.parametrize(
     ("tensors", "noted"),
     [
-        ({"experts.0.gate_proj.weight": "BF16", "experts.0.gate_proj.bias": "BF16"}, True),
-        ({"experts.0.gate_proj.weight": "F8_E4M3", "experts.0.gate_proj.weight_scale": "U8"}, False),
-        ({"experts.0.gate_proj.weight": "BF16", "experts.1.gate_proj.weight_scale": "U8"}, False),
-        ({"shared_experts.gate_proj.weight": "BF16"}, False),
+        ({"experts.0.gate_proj.weight": torch.bfloat16, "experts.0.gate_proj.bias": torch.bfloat16}, True),
+        ({"experts.0.gate_proj.weight": torch.float8_e4m3fn, "experts.0.gate_proj.weight_scale": torch.uint8}, False),
+        ({"experts.0.gate_proj.weight": torch.bfloat16, "experts.1.gate_proj.weight_scale": torch.uint8}, False),
+        ({"shared_experts.gate_proj.weight": torch.bfloat16}, False),
     ],
 )
 def test_files_that_say_otherwise_than_the_config_are_noted(
-    tensors: dict[str, str], noted: bool, tmp_path: Path
+    tensors: dict[str, torch.dtype], noted: bool, tmp_path: Path
 ) -> None:
     written(tmp_path, "glm-4.5")
-    with_headers(tmp_path, {f"model.layers.92.mlp.{name}": dtype for name, dtype in tensors.items()})
+    stored = {f"model.layers.92.mlp.{name}": torch.zeros(1, dtype=dtype) for name, dtype in tensors.items()}
+    save_file(stored, tmp_path / "model.safetensors")
     for path, expected in ((tmp_path, noted), (tmp_path / "config.json", False)):
         made = find_moe_layers(read_checkpoint(path))
         assert [problem.layer for problem in made.mtp_problems] == ["model.layers.92.mlp.experts"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from vllm_moe_oracle.compat import unquantized_experts
 from vllm_moe_oracle.compat.unquantized_experts import UnquantizedChoice
@@ -59,20 +60,19 @@ def test_unquantized_experts_beside_ours_get_vllms_own_choice(
 @pytest.mark.parametrize(
     ("quantization", "load_format", "dtype", "refused"),
     [
-        ("auto_gptq", "sharded_state", "I32", True),
-        ("auto_gptq", "sharded_state", "BF16", False),  # experts that the config leaves out
-        ("auto_gptq", "auto", "I32", False),
-        (None, "sharded_state", "I32", False),
+        ("auto_gptq", "sharded_state", torch.int32, True),
+        ("auto_gptq", "sharded_state", torch.bfloat16, False),  # experts that the config leaves out
+        ("auto_gptq", "auto", torch.int32, False),
+        (None, "sharded_state", torch.int32, False),
     ],
 )
 def test_a_saved_state_of_quantized_experts_is_refused_by_its_files(
-    quantization: str | None, load_format: str, dtype: str, refused: bool, tmp_path: Path,
+    quantization: str | None, load_format: str, dtype: torch.dtype, refused: bool, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """vLLM takes GPTQ's experts for 16-bit ones there, and would end with a KeyError."""
-    header = {"a.experts.routed_experts.w13": {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]}}
-    data = json.dumps(header).encode()
-    (tmp_path / "model-rank-0-part-0.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
+    tensors = {"a.experts.routed_experts.w13": torch.zeros(1, dtype=dtype)}
+    save_file(tensors, tmp_path / "model-rank-0-part-0.safetensors")
     target = SimpleNamespace(quantization=quantization, model=str(tmp_path))
     current = engine(target, speculates=False, load_format=load_format)
     monkeypatch.setattr(unquantized_experts, "get_current_vllm_config_or_none", lambda: current)

@@ -305,7 +305,7 @@ def routing_table(found: dict[str, Any], kernels: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for model, modes in found["models"].items():
-        timed = [busy_of(mode) or {} for mode in modes]
+        timed = [each for mode in modes if (each := busy_of(mode))]
         stock, ours = ({"given": each, **each["routing"]} for each in timed)
         (backend,) = modes[1]["backends"]
         for routing, times in stock.items():
@@ -339,7 +339,9 @@ def main() -> None:
     args = parser.parse_args()
     runs = [_read(path) for path in args.runs]
     if args.turns:
-        path, made = TURNS, golden_turns(*runs)
+        if len(runs) > 1:
+            parser.error("--turns takes one file")
+        path, made = TURNS, golden_turns(runs[0])
     elif args.ranks:
         path, made = RANKS, golden_ranks(runs, _read(RANKS) if RANKS.exists() else None)
     else:

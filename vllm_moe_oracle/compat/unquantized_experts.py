@@ -1,8 +1,9 @@
-"""``--moe-backend`` in a model that has quantized and unquantized experts, such as a multi-token prediction head.
+"""Unquantized experts in a model that has quantized ones: ``--moe-backend``, and saved states.
 
 vLLM has one name for all layers of a model. A kernel of quantized experts may have none for unquantized ones: its
 selector would end the server. Such a name is for the layers that this plugin serves; vLLM chooses for the others. A
-name that vLLM has for unquantized experts, too, is followed there.
+name that vLLM has for unquantized experts, too, is followed there. Such experts are those of a multi-token prediction
+head, and those that vLLM takes for unquantized because a saved state has other names than a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .engine_adapter import loads_saved_state, saved_state_error
 from .layer_context import current_layer
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 logger = logging.getLogger("vllm.moe_oracle")
@@ -63,23 +65,27 @@ class UnquantizedChoice:
                 vLLM reads that GPTQ's experts are not quantized: it looks for a checkpoint's names in them.
         """
         engine, name = get_current_vllm_config_or_none(), current_layer()[1]
-        if engine is not None and name and self._serves_model() and loads_saved_state(engine):
+        if engine is not None and self._serves_model(engine):
+            self._refuse_saved_state(engine, name)
+            asked = moe.moe_backend
+            if asked != AUTO and not _is_for_unquantized(asked):
+                moe.moe_backend = AUTO
+                if asked not in self._logged:
+                    self._logged.add(asked)
+                    rule = "is for quantized experts; these are not quantized, and vLLM chooses their kernel"
+                    logger.warning("moe_oracle: %s: --moe-backend %s %s", name or "experts", asked, rule)
+        original(self_, moe, *args, **kwargs)
+
+    @staticmethod
+    def _refuse_saved_state(engine: VllmConfig, name: str) -> None:
+        """Raises where vLLM loads quantized experts of this layer from a saved state."""
+        if name and loads_saved_state(engine):
             folder = Path(engine.model_config.model)
             if folder.is_dir() and has_codes(folder, [name]):
                 raise saved_state_error(name)
-        asked = moe.moe_backend
-        if asked != AUTO and self._serves_model() and not _is_for_unquantized(asked):
-            moe.moe_backend = AUTO
-            if asked not in self._logged:
-                self._logged.add(asked)
-                rule = "is for quantized experts; these are not quantized, and vLLM chooses their kernel"
-                logger.warning("moe_oracle: %s: --moe-backend %s %s", current_layer()[1] or "experts", asked, rule)
-        original(self_, moe, *args, **kwargs)
 
-    def _serves_model(self) -> bool:
-        engine = get_current_vllm_config_or_none()
-        if engine is None:
-            return False
+    def _serves_model(self, engine: VllmConfig) -> bool:
+        """Whether the plugin serves the engine's model or the one that drafts for it."""
         draft = None if engine.speculative_config is None else engine.speculative_config.draft_model_config
         models = [each for each in (engine.model_config, draft) if each is not None]
         return any(each.quantization in self.served for each in models)
