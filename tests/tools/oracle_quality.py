@@ -184,7 +184,8 @@ class LeftOut:
     Attributes:
         gpu: the profile's.
         cells: number of times that were taken out.
-        how: what they are filled in by: ``predicted`` or ``interpolated``.
+        how: what they are filled in by: ``predicted`` or ``interpolated``. A time that the profile lacks before is
+            filled in as a server does it, in what is compared, too.
         off: logarithms of filled over measured time, with the error that is claimed; empty if they are not filled in.
         lost: mean time over the objective of the choice, over that of the whole profile's choice, minus 1.
         lost_without: the same where nothing is filled in and the static choice stands.
@@ -228,7 +229,6 @@ def _left_out_of_layer(
         }
         for name in names
     }
-    scores = {name: LatencyCurve(each).score(objective, ["uniform"]) for name, each in times.items()}
 
     def lost(found: MeasurementSet) -> float:
         choices = [choose_fastest(each, names, objective, chosen.min_time_saving) for each in (found, whole)]
@@ -238,7 +238,8 @@ def _left_out_of_layer(
     def predict(asked: Sequence[str], counts: Sequence[int]) -> MeasurementSet:
         return latency_model.predict(entry.kernel_shape, card, asked, False, None, counts)
 
-    whole = MeasurementSet(times, "a profile")
+    whole = fill_missing(MeasurementSet(times, "a profile"), names, predict)
+    scores = {name: LatencyCurve(whole.known_times(name)).score(objective, ["uniform"]) for name in names}
     for name, known in times.items():
         counts = sorted(known["uniform"])
         for taken in (*itertools.combinations(counts, 1), *itertools.combinations(counts, 2)):
@@ -250,7 +251,8 @@ def _left_out_of_layer(
             without = lost(rest)
             for how, by in (("predicted", predict), ("interpolated", lambda asked, counts: MeasurementSet())):
                 full = fill_missing(rest, names, by)
-                made = full.filled.get(name, {}).get("uniform", {})
+                filled = full.filled.get(name, {}).get("uniform", {})
+                made = {count: us for count, us in filled.items() if count in taken}
                 error = full.cell_errors.get(name, 0.0)
                 whole_cells = len(made) == len(taken) and (how == "interpolated" or error != INTERPOLATION_ERROR)
                 off = tuple((math.log(us / known["uniform"][count]), error) for count, us in made.items())

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.tools import oracle_quality
@@ -62,6 +63,24 @@ def test_the_table_is_up_to_date() -> None:
         assert not oracle_quality.TABLE.exists()
         pytest.skip("no benchmark is kept")
     assert Path(oracle_quality.TABLE).read_text() == oracle_quality.table(found, sources)
+
+
+def test_what_a_profile_lacks_before_is_filled_in_on_both_sides() -> None:
+    """Otherwise the choice of a profile with a gap is the static one, and filling it in would count as a change."""
+    shipped = profile.read(profile.SHIPPED_FOLDER / "nvidia_h100.json")
+    shape = kernel_shape_of(model_shapes.parse("mxfp8:qwen3-30b-a3b"))
+    entry = next(each for each in shipped.entries if each.kernel_shape == shape)
+    ours = entry.backends["hopper_mxfp8"]
+    kept = {routing: {count: us for count, us in each.items() if count != "64"} for routing, each in ours.times.items()}
+    assert kept != ours.times
+    gap = msgspec.structs.replace(
+        entry, backends={**entry.backends, "hopper_mxfp8": msgspec.structs.replace(ours, times=kept)}
+    )
+    names, card = ["humming_mxfp8", "hopper_mxfp8"], catalog.known_device("nvidia-h100")
+    found = list(oracle_quality._left_out_of_layer(gap, names, card, settings.Settings(cache="none")))
+    filled = [each for each in found if each.off]
+    # Each of Humming's seven; of ours, two of seven would be missing, which is more than a quarter.
+    assert sum(each.how == "predicted" for each in filled) == 7 and all(each.lost == 0.0 for each in filled)
 
 
 def test_choices_are_within_the_allowed_slowdown() -> None:
