@@ -79,8 +79,9 @@ def test_what_a_profile_lacks_before_is_filled_in_on_both_sides() -> None:
     names, card = ["humming_mxfp8", "hopper_mxfp8"], catalog.known_device("nvidia-h100")
     found = list(oracle_quality._left_out_of_layer(gap, names, card, settings.Settings(cache="none")))
     filled = [each for each in found if each.off]
-    # Each of Humming's seven; of ours, two of seven would be missing, which is more than a quarter.
-    assert sum(each.how == "predicted" for each in filled) == 7 and all(each.lost == 0.0 for each in filled)
+    # Humming's seven but that at 64 tokens, where then no backend has a time; of ours, two of seven would be missing,
+    # which is more than a quarter.
+    assert sum(each.how == "predicted" for each in filled) == 6 and all(each.lost == 0.0 for each in filled)
 
 
 def test_choices_are_within_the_allowed_slowdown() -> None:
