@@ -1,19 +1,20 @@
-"""Tiny models of every format over one and two GPUs, through vLLM and the plugin, against float32 transformers.
+"""Tiny models of every format over one, two and four GPUs, through vLLM and the plugin, against float32 transformers.
 
     python -m tests.gpu.ranks --json ranks.json [--workers 6] [--only FORMATS] [--cases CASE ...] [--cpu]
 
-Two Hopper cards of one host, vLLM and the plugin installed. Each format is served on one GPU, with its experts cut over
-two (tensor parallelism), with whole experts on each of two (expert parallelism), and both with data parallelism: by
-this project's kernels, eagerly and compiled with CUDA graphs as by default, and by the backend that is chosen without
-measurements. A format of each scheme is also served with what people switch on: reloads, sleep, LoRA, expert load
-balancing and so on, over two ranks. Every answer has to be the tokens of float32 transformers, with logprobs within the
-tolerance of `tests.lib.served`, all layers through the oracle, and one decision on all ranks. Several engines start at
-once, since a start is work of the host.
+Hopper cards of one host, vLLM and the plugin installed. Each format is served on one GPU, with its experts cut over
+two (tensor parallelism), with whole experts on each of two (expert parallelism), and both with data parallelism; where
+there are four cards, also over four, and over two data-parallel ranks of two each. It runs by this project's kernels,
+eagerly and compiled with CUDA graphs as by default, and by the backend that is chosen without measurements. A format of
+each scheme is also served with what people switch on: reloads, sleep, LoRA, expert load balancing and so on, over two
+ranks. Every answer has to be the tokens of float32 transformers, with logprobs within the tolerance of
+`tests.lib.served`, all layers through the oracle, and one decision on all ranks. Several engines start at once, since a
+start is work of the host.
 
 The cases ``..., stock`` are vLLM without the plugin, on one rank and over two with tensor and expert parallelism. Their
 rows also say how far the plugin's answer is from theirs, where both ran in this call.
 
-On a machine without a GPU, ``--cpu`` runs the same on two processes with the CPU's backends. Exit status 1 when an
+On a machine without a GPU, ``--cpu`` runs the same on processes with the CPU's backends. Exit status 1 when an
 engine with the plugin differs from transformers; what stock does is a result.
 """
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -36,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.lib import adapters, checkpoints, integer_checkpoints, reference
 from tests.lib.integer_checkpoints import Integers
@@ -50,7 +53,8 @@ DRAFTED = replace(SIZE, layers=1)
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 DRAFTS = {"mxfp8 mtp": "", "mxfp8 mtp with 16-bit drafts": "model.layers.1."}
 """What of such a model is left in 16 bits."""
-GPT_OSS = replace(checkpoints.Size(), intermediate=256, top_k=4)
+GPT_OSS = replace(checkpoints.Size(), intermediate=256, top_k=4, kv_heads=4)
+"""vLLM's model of gpt-oss divides its heads of keys by the ranks, and has none left of two over four."""
 SECONDS = 240
 """After which the process of one engine is ended."""
 LONG_PROMPT = [*range(5, 25), *range(5, 25)]
@@ -60,8 +64,10 @@ TWO: dict[str, Any] = {"tensor_parallel_size": 2}
 ONLINE = {"quantization": "mxfp8", "quantization_config": {"ignore": ["lm_head", "re:.*\\.mlp\\.gate$"]}}
 EXPERTS = {"enable_expert_parallel": True}
 DATA: dict[str, Any] = {"data_parallel_size": 2}
+FOUR: dict[str, Any] = {"tensor_parallel_size": 4}
 ENGINES: dict[str, dict[str, Any]] = {
     "one": {}, "tp2": TWO, "tp2 ep": TWO | EXPERTS, "dp2": DATA, "dp2 ep": DATA | EXPERTS,
+    "tp4": FOUR, "tp4 ep": FOUR | EXPERTS, "tp2 dp2": TWO | DATA, "tp2 dp2 ep": TWO | DATA | EXPERTS,
 }  # fmt: skip
 STOCK = ("one", "tp2", "tp2 ep")
 """Engines that are also served without the plugin."""
@@ -90,7 +96,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What people switch on, compiled with CUDA graphs as by default, by this project's kernels."""
 FEATURED = ("mxfp8 modelopt", "mxfp4 gpt-oss", "mxfp4 compressed-tensors", "gptq g32")
-CPU_LACKS = ("dp2", "sleep", "eplb", "lora", "expert lora", "batch invariance", "pipeline")
+CPU_LACKS = ("dp2", "tp2 dp2", "sleep", "eplb", "lora", "expert lora", "batch invariance", "pipeline")
 """Cases that start with these words fail in stock vLLM 0.32 on a CPU, or are refused there. Its `CpuCommunicator` has
 neither `all_gatherv` nor `reduce_scatterv`, with which data-parallel ranks exchange tokens (NotImplementedError in the
 first call; `tests/e2e/test_data_parallel.py` serves two such ranks with both), a request without an adapter gets its
@@ -202,8 +208,20 @@ def feature_jobs(name: str, format: Format, cpu: bool, common: dict[str, Any]) -
     return found
 
 
-def jobs_of(name: str, format: Format, cpu: bool) -> dict[str, dict[str, Any]]:
-    """The engines of one format by case: how it is cut, by which backend it runs, and what is switched on."""
+def size_of(job: dict[str, Any]) -> int:
+    """The GPUs of an engine."""
+    return math.prod(count for name, count in job["engine"].items() if name.endswith("_parallel_size"))
+
+
+def jobs_of(name: str, format: Format, cpu: bool, gpus: int) -> dict[str, dict[str, Any]]:
+    """The engines of one format by case: how it is cut, by which backend it runs, and what is switched on.
+
+    Args:
+        name: of the format.
+        format: its checkpoints.
+        cpu: whether the ranks are processes of a CPU.
+        gpus: of this machine, or processes; engines of more are left out.
+    """
     own = {} if cpu else {"backend": format.backend}
     common = {"checkpoint": str(format.path), "dtype": "bfloat16", "tokens": TOKENS, "layers": format.layers}
     found: dict[str, dict[str, Any]] = {}
@@ -216,7 +234,7 @@ def jobs_of(name: str, format: Format, cpu: bool) -> dict[str, dict[str, Any]]:
                 continue
             if cpu and (how not in ("own", "stock") or (DRAFTS.get(name) and "ep" in engine)):
                 continue  # vLLM's operator for CPUs ends the process of a rank with whole experts in 16 bits
-            if format.backend == ACT_ORDER and engine in ("tp2", "dp2"):
+            if format.backend == ACT_ORDER and engine != "one" and "ep" not in engine:
                 continue  # a rank's features are of parts of groups, which every kernel refuses
             arguments = options | format.engine | {"enforce_eager": eager} | ({} if eager else GRAPHS)
             feature = "async_engine" if "data_parallel_size" in options else "generate"
@@ -226,13 +244,20 @@ def jobs_of(name: str, format: Format, cpu: bool) -> dict[str, dict[str, Any]]:
             }  # fmt: skip
     if format.other and format.adapter:
         found |= feature_jobs(name, format, cpu, common | {"oracle": own})
-    return {case: job for case, job in found.items() if not (cpu and case.startswith(CPU_LACKS))}
+    return {
+        case: job for case, job in found.items() if size_of(job) <= gpus and not (cpu and case.startswith(CPU_LACKS))
+    }
 
 
-def serve(folder: Path, job: dict[str, Any], device: int) -> dict[str, Any]:
+def serve(folder: Path, job: dict[str, Any], devices: str) -> dict[str, Any]:
     """One engine's result and its ranks' reports; what its process printed where it failed.
 
     It has a process of its own, which a failure may take down.
+
+    Args:
+        folder: of its files.
+        job: what is served.
+        devices: its GPUs, as `CUDA_VISIBLE_DEVICES` names them.
     """
     files = [folder / "jobs.json", folder / "results.json", folder / "report.jsonl"]
     for path in files:
@@ -241,10 +266,9 @@ def serve(folder: Path, job: dict[str, Any], device: int) -> dict[str, Any]:
     # No plugin at all, not one that is switched off: "" names none.
     plugins = "moe_oracle" if job.get("plugin", True) else ""
     env = os.environ | {"VLLM_PLUGINS": plugins, "MOE_ORACLE_REPORT": str(files[2])}
-    env |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "MOE_ORACLE_CACHE": str(folder / "cache")}
-    env |= {"VLLM_LOGGING_LEVEL": "INFO"} | job.get("environment", {})
-    if not any(name.endswith("_parallel_size") for name in job["engine"]):
-        env |= {"CUDA_VISIBLE_DEVICES": str(device)}
+    cores = "|".join(str(rank % 2) for rank in range(size_of(job)))
+    env |= {"VLLM_CPU_OMP_THREADS_BIND": cores, "MOE_ORACLE_CACHE": str(folder / "cache")}
+    env |= {"VLLM_LOGGING_LEVEL": "INFO", "CUDA_VISIBLE_DEVICES": devices} | job.get("environment", {})
     command = [sys.executable, "-m", "tests.e2e.run_features", *map(str, files[:2])]
     begin = time.monotonic()
     # A group of its own: ranks of an engine that is ended must not go on.
@@ -356,6 +380,7 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     begin = time.monotonic()
+    gpus = 4 if args.cpu else torch.cuda.device_count()
     rows: list[dict[str, Any]] = []
     said: dict[tuple[str, str], dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -365,7 +390,7 @@ def main() -> int:
         jobs = [
             (format, case, job)
             for format, how in found.items()
-            for case, job in jobs_of(format, how, args.cpu).items()
+            for case, job in jobs_of(format, how, args.cpu, gpus).items()
             if case.startswith(starts)
         ]
         # What is switched on comes first, then how people serve; then all formats of one case.
@@ -391,7 +416,9 @@ def main() -> int:
                 return
             own = folder / f"run-{index}"
             own.mkdir()
-            served = serve(own, job, index % 2)
+            size = size_of(job)
+            first = size * (index % (gpus // size))
+            served = serve(own, job, ",".join(map(str, range(first, first + size))))
             if served["result"].get("said"):
                 said[format, case] = served["result"]["said"][0]
             row = {"format": format, "case": case} | judge(job, served, *expected[index])
@@ -416,8 +443,6 @@ def main() -> int:
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """Writes the table with its conditions."""
-    import torch
-
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     conditions = {
         "gpu": gpu, "gpus": torch.cuda.device_count(), "torch": torch.__version__,
