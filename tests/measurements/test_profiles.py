@@ -12,6 +12,7 @@ import pytest
 from tests.gpu.unlisted_layers import LAYERS
 from tests.lib.cases import H200, problem
 from tests.lib.samples import measured_card
+from tests.tools import merge_times
 from tests.tools.kernel_choices import QUANTIZING
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.core.objectives import parse_objective
@@ -64,9 +65,10 @@ def test_a_shipped_profile_decides(path: Path) -> None:
 
 
 def test_the_h200_has_profiles_of_many_layers_and_none_twice() -> None:
-    profiles = [profile.read(path) for path in SHIPPED if path.stem.startswith("nvidia_h200")]
-    shapes = [entry.kernel_shape for found in profiles for entry in found.entries]
-    assert len(shapes) == len(set(shapes)) >= 34
+    for triton in ("3.6.0", "3.8.0"):
+        profiles = merge_times.shipped_for("NVIDIA H200", {"triton": triton}).values()
+        shapes = [entry.kernel_shape for found in profiles for entry in found.entries]
+        assert len(shapes) == len(set(shapes)) >= 34
 
 
 def test_what_tune_measured_has_both_routings_and_ten_numbers_of_tokens() -> None:

@@ -40,6 +40,7 @@ from tests.tools import (
     recipes,
     serving_tables,
     tile_search_table,
+    triton_table,
 )
 from vllm_moe_oracle import __version__
 from vllm_moe_oracle import settings as settings_module
@@ -201,7 +202,11 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "batched": batched_table.table,
         "peers": peers_table.table,
     },
-    "vllm_moe_oracle/measuring/README.md": {"evidence": evidence.table},
+    "vllm_moe_oracle/measuring/README.md": {
+        "evidence": evidence.table,
+        "triton": triton_table.moved,
+        "triton-gain": triton_table.gain,
+    },
     "vllm_moe_oracle/quantization/README.md": {"integers": integers},
     "vllm_moe_oracle/releases/README.md": {"support-table": support_table},
 }

@@ -4,19 +4,20 @@ The files are those of ``vllm-moe-oracle bench --jsonl FILE`` or of `tests.gpu.u
 they were taken. A new time replaces the profile's of the same layer, backend, routing and number of tokens; everything
 else stays. Failures are not taken over: what cannot run on a machine without its memory runs on another.
 
-Times of layers that no profile of the GPU has go to the last of its profiles: the one that ``tune`` wrote has both
-routings of each layer. A layer of which no two backends with the same precision of activations were timed is left out:
-no time is needed there. So is a new layer between whose numbers of tokens lies more than a factor of
-`MAX_TOKEN_RATIO`: nothing is decided by such times, only the latency model is fitted to them. The benchmarks must have
-run on the profile's GPU, packages and kernels. Afterwards run ``kernel_choices --write``, which says on which
-configurations the times rest. A time of another tile than the kernels' choice brings that tile into the profile: this
-GPU runs it there, and other GPUs' profiles and the kernels' tables stay as they are.
+A profile is of one GPU with one stack: vLLM, torch, Triton and the kernels' sources. ``--new NAME`` begins one for the
+benchmark's stack. Times of layers that no profile has go to the last: the one that ``tune`` wrote has both routings of
+each layer. A layer of which no two backends with the same precision of activations were timed is left out: no time is
+needed there. So is a new layer between whose numbers of tokens lies more than a factor of `MAX_TOKEN_RATIO`: nothing is
+decided by such times, only the latency model is fitted to them. Afterwards run ``kernel_choices --write``, which says
+on which configurations the times rest. A time of another tile than the kernels' choice brings that tile into the
+profile: this GPU runs it there, and other GPUs' profiles and the kernels' tables stay as they are.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -62,10 +63,15 @@ def merged(shipped: profile.Profile, environment: Environment, new: dict[KernelS
     return msgspec.structs.replace(made, entries=tuple(entries))
 
 
-def of_gpu(gpu: str) -> dict[Path, profile.Profile]:
-    """The shipped profiles of a GPU by file, the one that takes new layers last."""
+def shipped_for(gpu: str, packages: Mapping[str, str]) -> dict[Path, profile.Profile]:
+    """The shipped profiles of a GPU with these packages by file, the one that takes new layers last."""
     paths = sorted(profile.SHIPPED_FOLDER.glob("nvidia_*.json"))
-    return {path: found for path in paths if (found := profile.read(path)).environment.gpu == gpu}
+    return {
+        path: found
+        for path in paths
+        if (found := profile.read(path)).environment.gpu == gpu
+        and packages.items() <= found.environment.packages.items()
+    }
 
 
 def by_profile(
@@ -83,11 +89,17 @@ def main(arguments: list[str] | None = None) -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
-    for file in parser.parse_args(arguments).files:
-        environment, _, new = read_samples(file)
-        shipped = of_gpu(environment.gpu)
+    parser.add_argument("--new", metavar="NAME", help="begin profiles/NAME.json where no profile has the stack")
+    options = parser.parse_args(arguments)
+    for file in options.files:
+        environment, conditions, new = read_samples(file)
+        shipped = shipped_for(environment.gpu, environment.packages)
+        if not shipped and options.new:
+            path = profile.SHIPPED_FOLDER / f"{options.new}.json"
+            shipped[path] = profile.make(environment, {}, conditions)
         if not shipped:
-            print(f"{file}: no profile of {environment.gpu} is shipped", file=sys.stderr)
+            packages = " ".join(f"{name} {version}" for name, version in environment.packages.items())
+            print(f"{file}: no profile of {environment.gpu} with {packages}; --new NAME begins one", file=sys.stderr)
             return 1
         parts = by_profile(shipped, new)
         try:

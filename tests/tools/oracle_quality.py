@@ -32,6 +32,7 @@ from vllm_moe_oracle.core.objectives import parse_objective
 from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.devices import catalog
 from vllm_moe_oracle.measurements import latency_model, lookup, model_shapes, profile
+from vllm_moe_oracle.measurements.environment import Environment, same_kernel_code
 from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
 from vllm_moe_oracle.measurements.missing_times import INTERPOLATION_ERROR, fill_missing
 from vllm_moe_oracle.oracle.measured_choice import LatencyCurve, choose_fastest
@@ -94,8 +95,13 @@ def rows(lines: Iterator[str], chosen: settings.Settings) -> list[Row]:
 
 def _row(record: Mapping[str, Any], machine: Device, chosen: settings.Settings) -> Iterator[Row]:
     layer = model_shapes.parse(record["layer"]["name"])
-    # The first profile of the GPU that has the shape is used alone.
-    own = (each for each in profile.shipped() if catalog.is_same_gpu(each.environment.gpu, machine.name))
+    # The first profile of the GPU and its Triton that has the shape is used alone.
+    here = Environment.of(machine)
+    own = (
+        each
+        for each in profile.shipped()
+        if catalog.is_same_gpu(each.environment.gpu, machine.name) and same_kernel_code(each.environment, here)
+    )
     answering = next((each for each in own if each.samples(kernel_shape_of(layer))), None)
     decision = decide(layer, machine, chosen, measurements=lookup.find_measurements(layer, machine, chosen))
     static = next(each for each in decision.candidates if each.accepted)

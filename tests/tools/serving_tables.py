@@ -4,7 +4,7 @@ tests.tools.serving_tables FILE...``.
 Files of ``tests/gpu/serve.py --json`` become the newest tests/golden/h200/serve-vllm-VERSION.json; a later file's model
 takes the place of an earlier one's. With ``--ranks`` the files are those of ``serve.py --ranks 2``; their models renew
 or join serve-ranks-vllm-VERSION.json. With ``--turns`` a file with each mode several times, of one model over ranks,
-becomes serve-turns-vllm-VERSION.json. `tests.tools.generate` makes the tables in vllm_moe_oracle/kernels/RESULTS.md.
+joins serve-turns-vllm-VERSION.json. `tests.tools.generate` makes the tables in vllm_moe_oracle/kernels/RESULTS.md.
 
 What a step over ranks should save is the difference of the layers' shipped times, of stock's kernel and of the chosen
 backend.
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.gpu import unlisted_layers
+from tests.gpu import serve, unlisted_layers
 from tests.lib import golden_files
 from tests.tools import merge_times
 from vllm_moe_oracle.core.problem import Device
@@ -255,13 +255,14 @@ def saved_by_layers(row: dict[str, Any], batch: int, conditions: dict[str, Any])
     known = {each.layer: each for each in (*unlisted_layers.LAYERS, *model_shapes.served_problems())}
     spec = find_spec(conditions["device"])
     assert spec is not None
-    packages = {"vllm": conditions["vllm"]}
-    for shipped in merge_times.of_gpu(conditions["device"]).values():
+    packages = {"vllm": conditions["vllm"], "torch": conditions["torch"].partition("+")[0]}
+    profiles = list(merge_times.shipped_for(conditions["device"], packages).values())
+    for shipped in profiles:
         packages |= shipped.environment.packages
     device = Device("cuda", spec.name, spec.capability, spec.sm_count, spec.memory_gib, packages=packages)
     stock = decide(known[name], device, Settings(cache="none", use_measurements=False)).backend
     times: dict[str, dict[int, float]] = {}
-    for shipped in merge_times.of_gpu(conditions["device"]).values():
+    for shipped in profiles:
         for each in shipped.samples(kernel_shape_of(known[name])):
             if each.routing == "uniform" and not each.failure:
                 times.setdefault(each.backend, {})[each.tokens] = each.us
@@ -298,6 +299,47 @@ def ranks_table(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *fills])
 
 
+OF_EXPERTS = (
+    "gate_up", "down", "sum_topk", "sort_slots", "topkGating", "_matmul_ogs", "_reduce_grouped", "_combined_routing",
+    "_topk_forward",
+)  # fmt: skip
+"""Parts of the names of kernels that a layer with experts launches, the router's top-k among them: this project's and
+OpenAI's."""
+
+
+def turns_table(found: dict[str, Any]) -> str:
+    """Decode steps of each turn, with what the first rank's longest kernels take where that was measured."""
+    lines = [
+        "| run | turn | prompts | ms a step | noise | experts' kernels, ms | other kernels | exchange between ranks |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for number, run in enumerate(found["runs"], 1):
+        for turn in run["turns"]:
+            times = turn.get("routing", {}).get("uniform", {})
+            for batch, step in times.get("decode_ms", {}).items():
+                cells = [
+                    f"{number}, {run['model']}",
+                    turn["mode"],
+                    batch,
+                    f"{step:.2f}",
+                    f"{times['noise_ms'][batch]:.2f}",
+                ]
+                kernels = times.get("kernels_ms", {}).get(batch)
+                lines.append(f"| {' | '.join([*cells, *_shares(kernels)])} |")
+    return "\n".join(lines)
+
+
+def _shares(kernels: dict[str, float] | None) -> list[str]:
+    """Milliseconds of the experts' kernels, of all others, and of those that wait for other ranks."""
+    if kernels is None:
+        return ["-"] * 3
+    experts, waits = (
+        sum(ms for name, ms in kernels.items() if any(part in name for part in parts))
+        for parts in (OF_EXPERTS, serve.EXCHANGES)
+    )
+    return [f"{each:.2f}" for each in (experts, sum(kernels.values()) - experts - waits, waits)]
+
+
 def routing_table(found: dict[str, Any], kernels: dict[str, Any]) -> str:
     """The GPU's own time of a step by what routers do, stock beside the plugin."""
     lines = [
@@ -325,6 +367,7 @@ def _read(path: Path) -> dict[str, Any]:
 PARTS: dict[str, Callable[[], str]] = {
     "serving": lambda: table(_read(GOLDEN), _read(KERNELS)),
     "serving over ranks": lambda: ranks_table(_read(RANKS)),
+    "serving by turns": lambda: turns_table(_read(TURNS)),
     "serving by routing": lambda: routing_table(_read(ROUTING), _read(KERNELS)),
 }
 """The tables of the committed numbers by their names in RESULTS.md."""
@@ -341,7 +384,8 @@ def main() -> None:
     if args.turns:
         if len(runs) > 1:
             parser.error("--turns takes one file")
-        path, made = TURNS, golden_turns(runs[0])
+        before = _read(TURNS)["runs"] if TURNS.exists() else []
+        path, made = TURNS, {"runs": [*before, golden_turns(runs[0])]}
     elif args.ranks:
         path, made = RANKS, golden_ranks(runs, _read(RANKS) if RANKS.exists() else None)
     else:

@@ -66,19 +66,14 @@ def test_a_new_layer_with_a_gap_that_nothing_decides_over_is_left_out(counts: tu
 
 def test_times_go_to_the_profile_that_has_their_layer() -> None:
     """A GPU may have several profiles: a layer in two of them would have old times beside new ones."""
-    shipped = {
-        path: found
-        for gpu in {each.environment.gpu for each in profile.shipped()}
-        for path, found in merge_times.of_gpu(gpu).items()
-    }
-    assert {each.environment.gpu for each in shipped.values()} == {each.environment.gpu for each in profile.shipped()}
-    paths = list(merge_times.of_gpu("NVIDIA H200"))
+    shipped = merge_times.shipped_for("NVIDIA H200", SHIPPED.environment.packages)
+    paths = list(shipped)
     assert [path.name for path in paths] == ["nvidia_h200.json", "nvidia_h200_bench.json"]
     of_each = [{each.kernel_shape for each in shipped[path].entries} for path in paths]
     assert not of_each[0] & of_each[1]
     unknown = msgspec.structs.replace(ENTRY.kernel_shape, hidden_size=64)
     shapes = [next(iter(of_each[1])), unknown, next(iter(of_each[0]))]
-    found = merge_times.by_profile(merge_times.of_gpu("NVIDIA H200"), {shape: [] for shape in shapes})
+    found = merge_times.by_profile(shipped, {shape: [] for shape in shapes})
     assert found == {paths[1]: {shapes[0]: [], unknown: []}, paths[0]: {shapes[2]: []}}
 
 
