@@ -198,8 +198,8 @@ def test_suggestions_are_few_different_and_fit(shape: tuple[int, int, int, int],
 
 
 def test_the_rules_own_tile_is_tried_where_the_table_holds_another() -> None:
-    """The table's tile of 32 rows for 1024 tokens does not keep h; the rule's does."""
-    weights = allocate_weights("int4", 512, 4096, 128, group=128, device="meta")
+    """The table's tile of 32 rows for 1024 tokens scales accumulators; the rule's scales weights."""
+    weights = allocate_weights("mxfp8", 512, 4096, 128, device="meta")
     rule = heuristic.heuristic_config(weights, 10, 1024)
     assert configs.choose_config(weights, 10, 1024) != rule
     assert configs.candidate_configs(weights, 10, 1024, 3)[0] == rule and rule.down.n_tiles == 8

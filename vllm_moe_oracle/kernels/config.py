@@ -40,7 +40,8 @@ def _parse_shape_key(key: str) -> tuple[int, int, int, int, int, bool]:
 
 @functools.cache
 def measured_table() -> dict[str, Any]:
-    """The shipped table: `format_key` -> `shape_key` -> rows of {"tokens": largest, "config": ...}, ascending."""
+    """The shipped table: `format_key` -> `shape_key` -> rows of {"tokens": largest, "config": ...}, ascending; a
+    configuration of None leaves the choice to the heuristic."""
     path = Path(__file__).with_name("tiles.json")
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -151,6 +152,8 @@ def _nearby_configs(
     sizes = abs(math.log(weights.hidden / hidden)) + abs(math.log(weights.intermediate / inner))
     plain = gated != weights.gated
     for row in table:
+        if row["config"] is None:
+            continue
         count = min(row["tokens"], 1 << 14)
         config = _parse_table_entry(json.dumps(row["config"], sort_keys=True))
         theirs = expected_load(experts, total, top_k, count).rows
@@ -193,10 +196,10 @@ def choose_launch_config(
     """`choose_config` among the kernels of `gemm.py` only."""
     name, shape = format_key(weights), shape_key(weights, top_k)
     config = heuristic_config(weights, top_k, tokens)
-    for row in measured_table().get(name, {}).get(shape, ()):
-        if tokens <= row["tokens"]:
-            config = _parse_table_entry(json.dumps(row["config"], sort_keys=True))
-            break
+    rows = measured_table().get(name, {}).get(shape, ())
+    measured = next((row["config"] for row in rows if tokens <= row["tokens"]), None)
+    if measured is not None:
+        config = _parse_table_entry(json.dumps(measured, sort_keys=True))
     config = next((each for most, each in tuned if tokens <= most), None) or config
     if quantize and not keeps_mx_groups(weights, config):
         # With k_parts, a tile of whole groups would be several times as large.
