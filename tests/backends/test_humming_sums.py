@@ -54,9 +54,9 @@ WHOLE = ("0.1.12", "0.1.19")
 
 
 @cache
-def tuning(folder: Path) -> dict[str, dict[str, list[Any]]]:
-    """The library's configurations, by layer and product."""
-    command = [sys.executable, str(PROBE), str(folder), "--tuning"]
+def tuning(folder: Path, *layers: str) -> dict[str, dict[str, list[Any]]]:
+    """The library's configurations, by layer and product, of some of the probe's layers, or of all."""
+    command = [sys.executable, str(PROBE), str(folder), "--tuning", *layers]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert ended.returncode == 0, f"{folder}: {ended.stderr[-2000:]}"
     found: dict[str, dict[str, list[Any]]] = json.loads(ended.stdout)
@@ -196,12 +196,15 @@ def config_of(found: list[Any], choices: int) -> dict[str, Any]:
     return one
 
 
-@pytest.mark.full
+@pytest.mark.parametrize(
+    "layers", [pytest.param((), marks=pytest.mark.matrix), pytest.param(("kimi_tp8", "narrow"), marks=pytest.mark.full)]
+)
 @some_releases(*SERVED)
-def test_no_sum_of_a_short_grid_has_more_than_three_parts(release: str) -> None:
+def test_no_sum_of_a_short_grid_has_more_than_three_parts(release: str, layers: tuple[str, ...]) -> None:
+    """Of all layers for each release; of the installed one's in the full tier, those whose sums are cut most."""
     version, folder = humming(release)
     cut = 0
-    for name, products in tuning(folder).items():
+    for name, products in tuning(folder, *layers).items():
         _, hidden, inner = LAYERS[name.split()[0]]
         before = copy.deepcopy(products)
         experts = replaced(products, inner, hidden)

@@ -153,8 +153,13 @@ def test_split_and_fused_sum_compile() -> None:
     check("qwen-int8", 1, config)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("layer", "tokens", "config"), list(shipped()))
+@pytest.mark.parametrize(
+    ("layer", "tokens", "config"),
+    [
+        pytest.param(*each, marks=pytest.mark.matrix if index % 3 else pytest.mark.slow)
+        for index, each in enumerate(shipped())
+    ],
+)
 def test_every_shipped_configuration_compiles(layer: str, tokens: int, config: LaunchConfig) -> None:
     check(layer, tokens, config)
 

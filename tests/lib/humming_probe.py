@@ -2,7 +2,9 @@
 
     python tests/lib/humming_probe.py FOLDER             prints JSON: whether GEMMs with few columns are split along K,
                                                          by number of columns, with and without batch invariance
-    python tests/lib/humming_probe.py FOLDER --tuning    all configurations of both GEMMs of `LAYERS`
+    python tests/lib/humming_probe.py FOLDER --tuning [LAYER...]
+                                                         all configurations of both GEMMs of these `LAYERS`, or of all;
+                                                         10 s of a core for each
 
 The package's heuristics need only the number of SMs of a GPU; here it is an H200's.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -31,7 +34,7 @@ _UNUSED = (
 """What the package imports to compile and to ask GPUs."""
 
 
-def main(folder: str, tuning: bool = False) -> None:
+def main(folder: str, tuning: bool = False, layers: Sequence[str] = ()) -> None:
     """Asks the configurations of MXFP8 and int4 experts."""
     for name in _UNUSED:
         sys.modules.setdefault(name, MagicMock())
@@ -65,6 +68,7 @@ def main(folder: str, tuning: bool = False) -> None:
             }
             for kind in weights
             for name, (experts, hidden, inner) in LAYERS.items()
+            if not layers or name in layers
         }))  # fmt: skip
         return
     found: dict[int, dict[str, bool]] = {}
@@ -86,4 +90,4 @@ def main(folder: str, tuning: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "--tuning" in sys.argv[2:])
+    main(sys.argv[1], "--tuning" in sys.argv[2:], sys.argv[3:])

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from pathlib import Path
 
 import msgspec
 
+from tests.lib import golden_files
 from tests.tools import merge_times
 from vllm_moe_oracle.measurements.bench_records import STOCK_DEFAULT, BenchRecord
 
 GPU = "NVIDIA H200"
 OLD, NEW = "3.6.0", "3.8.0"
-RECORDS = Path(__file__).parents[1] / "golden/h200/listed-triton-3.8-vllm-0.33.0.jsonl"
+RECORDS = golden_files.newest("listed-triton-3.8")
 GROUPS = {
     "this project's": ("hopper_",),
     "Marlin, Humming (not Triton)": ("marlin_", "humming_"),
