@@ -24,7 +24,7 @@ from tests.lib.configs import quantized
 from tests.lib.fresh_process import TOOL, environment, python
 from tests.lib.samples import measured_card
 from vllm_moe_oracle import __version__
-from vllm_moe_oracle.cli import commands
+from vllm_moe_oracle.cli import commands, layer_groups
 from vllm_moe_oracle.core.decision import ShardPlan
 from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.devices import detect
@@ -323,6 +323,22 @@ def test_an_override_gives_its_layers_a_group_of_their_own(run: Run, write: Writ
         ("model.layers.0-9.mlp.experts", "override"),
         ("model.layers.10-47.mlp.experts", "static"),
     ]
+
+
+def test_equal_layers_are_decided_once(run: Run, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those with an override of their own: a model has a hundred layers, and a decision takes a millisecond."""
+    decided: list[str] = []
+
+    def decide(problem: Problem, *args: Any, original: Any = layer_groups.decide, **more: Any) -> Any:
+        decided.append(problem.layer)
+        return original(problem, *args, **more)
+
+    monkeypatch.setattr(layer_groups, "decide", decide)
+    override = ("--set", r"overrides=re:layers\.[45]\.=emulation")
+    for words, expected in (((), [0]), (override, [0, 4])):
+        decided.clear()
+        assert run("explain", write(), "--device", "cpu", *words).status == 0
+        assert decided == [f"model.layers.{index}.mlp.experts" for index in expected]
 
 
 def test_expert_parallelism_keeps_the_intermediate_size(run: Run, write: Write) -> None:

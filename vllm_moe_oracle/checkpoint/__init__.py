@@ -1,16 +1,16 @@
 """Model configs to `Problem`s: which layers have experts, their shapes and formats, and what one rank holds.
 
 Only ``config.json`` is read (or Mistral's ``params.json``, and ``hf_quant_config.json``, where older ModelOpt releases
-keep the quantization). In a folder of GPTQ or AWQ tensors the biases of experts are read, which no config mentions, and
-beside a layer for multi-token prediction the files' headers. Nothing here needs torch or vLLM. Models name the same
-field differently, so each field has a list of names; what a model's code decides stands in the tables of `layer_names`,
+keep the quantization), and in a folder the headers of its tensors. In a folder of GPTQ or AWQ tensors the biases of
+experts are read, too, which no config mentions. Nothing here needs torch or vLLM. Models name the same field
+differently, so each field has a list of names; what a model's code decides stands in the tables of `layer_names`,
 `layer_problem` and `model_fields`. Names of layers are vLLM's.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Problem, Scheme
@@ -43,7 +43,7 @@ from .layer_names import (
 from .layer_problem import layer_problem, model_dtype
 from .model_fields import MAX_RANKS, kinds_of_experts, model_type
 from .ranks import Ranks
-from .tensor_headers import are_in_16_bits
+from .tensor_headers import are_in_16_bits, are_quantized, kinds_of_tensors
 
 __all__ = ["CheckpointFiles", "MoeLayers", "find_moe_layers", "read_checkpoint"]
 
@@ -140,7 +140,9 @@ def _find_moe_layers(
             found = mtp_problems if place in mtp_names else problems
             index, kind = place
             found.append(layer_problem(kinds[kind], index, name, layer_format, ranks, ragged_shards, vllm))
-    notes = (*_notes(config, unquantized, foreign, online), *_stored_otherwise(config, mtp_names, mtp_problems))
+    compared = [layer for layer in (names | mtp_names).values() if layer.modules[0] not in foreign]
+    said, packed = _notes_on_files(config, compared, problems, mtp_problems)
+    notes = (*_notes(config, unquantized, foreign, online, packed), *said)
     if model_type(config) == EVEN_SPLIT_MODEL_TYPE and any(problem.scheme.name == "wna16" for problem in problems):
         rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "
         notes += (f"{rule}weight_packed): loading fails: the weights are reported as missing",)
@@ -155,28 +157,69 @@ def _find_moe_layers(
     return MoeLayers(tuple(problems), tuple(unquantized), foreign, method, notes, tuple(mtp_problems), refused)
 
 
-def _stored_otherwise(
-    config: CheckpointFiles, names: Mapping[tuple[int, int], LayerNames], quantized: Iterable[Problem]
-) -> Iterator[str]:
-    """What is to be known of layers for multi-token prediction whose files say otherwise than the quantization config:
-    tools leave such layers in 16 bits, and not all of them write so."""
-    if config.folder is None or config.quantization is None:
-        return
-    layers = {each.layer for each in quantized}
-    for layer in names.values():
-        if layer.modules[0] not in layers:
-            continue
-        try:
-            plain = are_in_16_bits(config.folder, [name for name, _ in layer.modules_in_files()])
-        except CheckpointError as error:
-            yield f"whether the files hold {layer.modules[0]} as the config says is not known: {error}"
-            return
-        if plain:
-            yield (
-                f"the files hold the experts of {layer.modules[0]} in 16 bits, and {config.quantization[1]} does not "
-                "leave them out: speculative decoding with this layer does not load. Add it to the layers that the "
-                "config ignores"
+def _notes_on_files(
+    config: CheckpointFiles, layers: Iterable[LayerNames], problems: Iterable[Problem], mtp_problems: Iterable[Problem]
+) -> tuple[list[str], bool]:
+    """What is to be known of layers whose files say otherwise than the quantization config, and whether some are
+    quantized although the config does not say so.
+
+    Args:
+        config: the checkpoint's.
+        layers: the names of the layers that are compared.
+        problems: those whose experts are quantized when they serve.
+        mtp_problems: those of multi-token prediction modules.
+    """
+    drafts = {each.layer for each in mtp_problems}
+    try:
+        plain, packed = _stored_otherwise(config, layers, drafts.union(each.layer for each in problems))
+    except CheckpointError as error:
+        return [f"whether the files hold the experts as the config says is not known: {error}"], False
+    source = config.quantization[1] if config.quantization is not None else ""
+    notes = []
+    for found, effect in (
+        ([layer for layer in plain if layer not in drafts], "a server does not load them"),
+        ([layer for layer in plain if layer in drafts], "speculative decoding with them does not load"),
+    ):
+        if found:
+            notes.append(
+                f"the files hold the experts of {compact_layer_names(found)} in 16 bits, and {source} does not leave "
+                f"them out: {effect}. Add them to the layers that the config ignores"
             )
+    if packed:
+        said = f"{source} leaves them out" if source else f"{config.path} has no quantization_config"
+        notes.append(
+            f"the files hold the experts of {compact_layer_names(packed)} quantized, and {said}: a server does not "
+            "load them. The config has to say how they are quantized"
+        )
+    return notes, bool(packed)
+
+
+def _stored_otherwise(
+    config: CheckpointFiles, layers: Iterable[LayerNames], quantized: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """Layers whose files say otherwise than the quantization config: those in 16 bits that it does not leave out, and
+    quantized ones that it leaves out, or of which there is no config.
+
+    Tools leave layers in 16 bits, such as those for multi-token prediction, and not all of them write so. The config of
+    a model that drafts for another may not say what its tensors are.
+
+    Args:
+        config: the checkpoint's.
+        layers: the names of the layers.
+        quantized: vLLM's names of those whose experts are quantized when they serve.
+
+    Raises:
+        CheckpointError: a file of tensors cannot be read.
+    """
+    if config.folder is None:
+        return [], []
+    modules = {layer.modules[0]: [name for name, _ in layer.modules_in_files()] for layer in layers}
+    found = kinds_of_tensors(config.folder, {name for names in modules.values() for name in names})
+    kinds = {layer: {kind for name in names for kind in found.get(name, ())} for layer, names in modules.items()}
+    stated = quantized if config.quantization is not None else ()
+    plain = [layer for layer, each in kinds.items() if layer in stated and are_in_16_bits(each)]
+    packed = [layer for layer, each in kinds.items() if layer not in stated and are_quantized(each)]
+    return plain, packed
 
 
 def _unread_experts_error(config: CheckpointFiles, words: str, online: str, vllm: str | None) -> CheckpointError:
@@ -239,12 +282,13 @@ def _expert_formats(config: CheckpointFiles, online: str) -> tuple[FormatLookup,
 
 
 def _notes(
-    config: CheckpointFiles, unquantized: list[str], unsupported_formats: Mapping[str, str], online: str
+    config: CheckpointFiles, unquantized: list[str], unsupported_formats: Mapping[str, str], online: str, packed: bool
 ) -> Iterable[str]:
+    """Notes on the config; `packed`: the files of layers that it leaves out hold quantized experts."""
     left = "which are left to stock vLLM, unaffected by this plugin"
     if unquantized:
         yield f"{_count_layers(len(unquantized))} unquantized experts, {left}: {compact_layer_names(unquantized)}"
-    if config.quantization is None and not online:
+    if config.quantization is None and not online and not packed:
         if model_type(config) == EVEN_SPLIT_MODEL_TYPE:
             yield "the plugin serves gpt-oss in MXFP4, as OpenAI publishes it; vLLM cannot quantize it at loading"
         else:

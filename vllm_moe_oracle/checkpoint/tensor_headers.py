@@ -1,5 +1,5 @@
 """What only a checkpoint's tensors tell of experts: biases, of which no field of a GPTQ or AWQ config speaks, and
-experts in 16 bits that a config does not leave out.
+whether they are stored as the config says.
 
 AutoGPTQ wrote a bias of zeros for every matrix; those are none. The format of the files is that of safetensors: eight
 bytes with the length of a JSON object, which has type, shape and place of each tensor, then the tensors' bytes.
@@ -14,9 +14,11 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
+
 from ..errors import CheckpointError
 from ..quantization.fields import short_repr
-from ..untrusted import boundary, parse_json
+from ..untrusted import boundary, check_values, parse_json
 
 MAX_HEADER_BYTES = 32 << 20
 """Largest header that is read. The format allows 100 MB; a header of 20,000 tensors has 3 MB."""
@@ -28,6 +30,8 @@ _PIECE_BYTES = 1 << 20
 
 _EXPERT_BIAS = re.compile(r"\bexperts\.(\d+\..*\.bias|\w+_proj_bias)$")
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_MATRICES = ("weight", "gate_up_proj", "down_proj")
+"""How names of matrices in 16 bits end: an expert's, and those of all experts together."""
 
 
 def is_expert_bias(name: str) -> bool:
@@ -45,44 +49,71 @@ def has_nonzero_expert_biases(folder: Path) -> bool:
     return any(_has_nonzero_bias(file) for file in sorted(folder.glob("*.safetensors")))
 
 
-def are_in_16_bits(folder: Path, modules: Collection[str]) -> bool:
-    """Whether the safetensors files in a folder hold experts under one of these names, all matrices as floating-point
-    numbers of 16 bits or more. Only the files' headers are read.
-
-    Args:
-        folder: the checkpoint's.
-        modules: names of the module of one layer's experts in files.
-
-    Raises:
-        CheckpointError: a file cannot be read, or is not in the safetensors format.
-    """
-    tensors = dict(_matrices(folder, modules))
-    return bool(tensors) and all(name.endswith(".weight") and dtype in _DTYPE_BYTES for name, dtype in tensors.items())
+TensorKinds = Collection[tuple[str, str]]
+"""The last part of a tensor's name and its type, as files write it, of each kind of tensor that a layer's experts have.
+Biases are left out."""
 
 
-def has_codes(folder: Path, modules: Collection[str]) -> bool:
-    """Whether the safetensors files in a folder hold tensors under one of these names that are no floating-point
-    numbers of 16 bits or more.
+class _Tensor(msgspec.Struct, frozen=True):
+    """What is read of a tensor whose type alone is asked for; the entry of metadata has none."""
+
+    dtype: str = ""
+
+
+_TYPES = msgspec.json.Decoder(dict[str, _Tensor])
+
+
+def kinds_of_tensors(folder: Path, modules: Collection[str]) -> dict[str, set[tuple[str, str]]]:
+    """What the safetensors files in a folder hold of experts: the `TensorKinds` under each name that has any. Only the
+    files' headers are read, each once.
 
     Args:
         folder: the checkpoint's, or that of a state which vLLM saved.
-        modules: names of the module of one layer's experts in files.
+        modules: names of modules of experts in files.
 
     Raises:
         CheckpointError: a file cannot be read, or is not in the safetensors format.
     """
-    return any(dtype not in _DTYPE_BYTES for _, dtype in _matrices(folder, modules))
-
-
-def _matrices(folder: Path, modules: Collection[str]) -> Iterator[tuple[str, object]]:
-    """Names and types of the tensors under some names, but for biases, by the files' headers."""
-    starts = tuple(f"{module}." for module in modules)
+    longest = max(map(len, modules), default=0)
+    wanted = frozenset(modules)
+    found: dict[str, set[tuple[str, str]]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with _opened(path) as file:
-            tensors, _ = _read_header(file, str(path))
+            data = _header_bytes(file)
+            check_values(data, CheckpointError, str(path))
+            tensors = _TYPES.decode(data)
         for name, tensor in tensors.items():
-            if name.startswith(starts) and not name.endswith("bias"):
-                yield name, tensor.get("dtype") if isinstance(tensor, dict) else None
+            # Cut: each part that is taken off copies the rest, and foreign names may have any length.
+            if not name.endswith("bias") and (module := _module_of(name[: longest + 1], wanted)):
+                found.setdefault(module, set()).add((name.rpartition(".")[2], tensor.dtype))
+    return found
+
+
+def _module_of(name: str, modules: Collection[str]) -> str:
+    """The module, one of some, that a name begins with; "" for none of them."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def are_in_16_bits(kinds: TensorKinds) -> bool:
+    """Whether there are experts, all matrices as floating-point numbers of 16 bits or more."""
+    return bool(kinds) and all(map(_is_plain, kinds))
+
+
+def have_codes(kinds: TensorKinds) -> bool:
+    """Whether there are tensors that are no floating-point numbers of 16 bits or more."""
+    return any(dtype not in _DTYPE_BYTES for _, dtype in kinds)
+
+
+def are_quantized(kinds: TensorKinds) -> bool:
+    """Whether there are experts, all matrices as codes."""
+    return have_codes(kinds) and not any(map(_is_plain, kinds))
+
+
+def _is_plain(kind: tuple[str, str]) -> bool:
+    name, dtype = kind
+    return name in _MATRICES and dtype in _DTYPE_BYTES
 
 
 def _has_nonzero_bias(path: Path) -> bool:
@@ -102,16 +133,21 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _read_header(file: BinaryIO, where: str) -> tuple[dict[str, Any], int]:
-    """What the file says of each tensor, by name, and the header's bytes."""
+def _header_bytes(file: BinaryIO) -> bytes:
     length = os.fstat(file.fileno()).st_size
     size = int.from_bytes(file.read(8), "little")
     if not 0 < size <= min(MAX_HEADER_BYTES, length - 8):
         raise ValueError(f"its header would have {size} bytes")
-    tensors = parse_json(file.read(size), CheckpointError, where)
+    return file.read(size)
+
+
+def _read_header(file: BinaryIO, where: str) -> tuple[dict[str, Any], int]:
+    """What the file says of each tensor, by name, and the header's bytes."""
+    data = _header_bytes(file)
+    tensors = parse_json(data, CheckpointError, where)
     if not isinstance(tensors, dict):
         raise ValueError(f"its header is {short_repr(tensors)}, not an object")
-    return tensors, size
+    return tensors, len(data)
 
 
 def _read_biases(file: BinaryIO, where: str) -> Iterator[tuple[bytes, int]]:

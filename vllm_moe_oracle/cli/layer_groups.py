@@ -9,6 +9,7 @@ from ..checkpoint.layer_names import compact_layer_names
 from ..checkpoint.serving import check_exchange
 from ..core.decision import Candidate, Decision
 from ..core.measurement_set import MeasurementSet
+from ..core.overrides import first_match
 from ..core.problem import Device, Problem, features_for_stock
 from ..errors import NoBackendError
 from ..measurements import lookup
@@ -79,49 +80,63 @@ def group_layers(
     """Layers by equal problem and equal outcome, in the order of their first layer."""
     groups: dict[object, LayerGroup] = {}
     evidence: dict[Problem, MeasurementSet | None] = {}
+    known: dict[object, object] = {}
     for problem in problems:
-        decision, failure, left_to = None, "", ""
-        if problem.key() not in evidence:
-            evidence[problem.key()] = lookup.find_measurements(problem, device, settings)
-        try:
-            decision = decide(problem, device, settings, moe_backend, measurements=evidence[problem.key()])
-            judged = decision.candidates
-            check_exchange(problem, all2all, device.kind)
-        except NoBackendError as error:
-            judged, refused_exchange = error.candidates, decision is not None
-            if decision is not None:
-                judged, decision = decision.candidates, None
-            scheme = problem.scheme.name
-            # The error's further lines are the table, which is printed anyway.
-            failure = error.rule.split("\n")[0] if judged else f"this release has no backend for {scheme} experts yet"
-            if judged and error.remedy:
-                failure = f"{failure}. {error.remedy}"
-            stock = None
-            features = features_for_stock(
-                problem.lora, problem.parallel.is_batched, problem.unpadded_intermediate_size > 0
-            )
-            if not names_backends(settings) and not refused_exchange and is_loadable(judged):
-                if moe_backend == AUTO:
-                    stock = stock_candidate(judged, problem, device, default_registry())
-                left_to = STOCK_ITSELF if features else ""
-            if stock is not None:
-                left_to = default_registry()[stock.backend].stock_class_name
-                objections = "; ".join(map(str, stock.reasons))
-                rules = f"its {left_to} does not have these rules of {stock.backend}: {objections}"
-                failure = f"left to stock vLLM: {rules}"
-            elif left_to:
-                failure = f"left to stock vLLM, if stock vLLM can run {' and '.join(features)}: {failure}"
-        same = decision and dataclasses.replace(decision, problem=problem.key())
-        key = (problem.key(), same, failure)
-        command = measure if decision is not None and decision.tunable else ""
-        if key not in groups:
-            gain = None
-            if decision is not None:
-                gain = stock_gain(decision, device, default_registry(), settings.objective)
-            groups[key] = LayerGroup((), problem, decision, failure, judged, left_to, gain, command)
-        before = groups[key]
-        groups[key] = dataclasses.replace(before, names=(*before.names, problem.layer))
+        kind = problem.key()
+        # Equal layers get equal decisions, unless an override names one of them.
+        case = (kind, first_match(settings.overrides, problem.layer))
+        if case not in known:
+            if kind not in evidence:
+                evidence[kind] = lookup.find_measurements(problem, device, settings)
+            found = _decided(problem, device, settings, moe_backend, all2all, evidence[kind])
+            same = found.decision and dataclasses.replace(found.decision, problem=kind)
+            known[case] = (kind, same, found.failure)
+            if found.decision is not None and known[case] not in groups:
+                gain = stock_gain(found.decision, device, default_registry(), settings.objective)
+                found = dataclasses.replace(found, gain=gain, measure=measure if found.decision.tunable else "")
+            groups.setdefault(known[case], found)
+        before = groups[known[case]]
+        groups[known[case]] = dataclasses.replace(before, names=(*before.names, problem.layer))
     return list(groups.values())
+
+
+def _decided(
+    problem: Problem,
+    device: Device,
+    settings: Settings,
+    moe_backend: str,
+    all2all: str,
+    measurements: MeasurementSet | None,
+) -> LayerGroup:
+    """What becomes of a layer, as a group that names none yet, without its gain."""
+    decision, failure, left_to = None, "", ""
+    try:
+        decision = decide(problem, device, settings, moe_backend, measurements=measurements)
+        judged = decision.candidates
+        check_exchange(problem, all2all, device.kind)
+    except NoBackendError as error:
+        judged, refused_exchange = error.candidates, decision is not None
+        if decision is not None:
+            judged, decision = decision.candidates, None
+        scheme = problem.scheme.name
+        # The error's further lines are the table, which is printed anyway.
+        failure = error.rule.split("\n")[0] if judged else f"this release has no backend for {scheme} experts yet"
+        if judged and error.remedy:
+            failure = f"{failure}. {error.remedy}"
+        stock = None
+        features = features_for_stock(problem.lora, problem.parallel.is_batched, problem.unpadded_intermediate_size > 0)
+        if not names_backends(settings) and not refused_exchange and is_loadable(judged):
+            if moe_backend == AUTO:
+                stock = stock_candidate(judged, problem, device, default_registry())
+            left_to = STOCK_ITSELF if features else ""
+        if stock is not None:
+            left_to = default_registry()[stock.backend].stock_class_name
+            objections = "; ".join(map(str, stock.reasons))
+            rules = f"its {left_to} does not have these rules of {stock.backend}: {objections}"
+            failure = f"left to stock vLLM: {rules}"
+        elif left_to:
+            failure = f"left to stock vLLM, if stock vLLM can run {' and '.join(features)}: {failure}"
+    return LayerGroup((), problem, decision, failure, judged, left_to)
 
 
 STOCK_ITSELF = "stock vLLM's own choice"

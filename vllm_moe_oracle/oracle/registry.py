@@ -18,8 +18,6 @@ from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, 
 from types import MappingProxyType
 from typing import get_args
 
-from packaging.requirements import InvalidRequirement, Requirement
-
 from .. import backends as builtin_package
 from .. import settings
 from ..backends import Backend
@@ -141,6 +139,8 @@ def _packages(point: EntryPoint) -> dict[str, str]:
     """Versions of the distribution of an entry point and of the installed ones that it requires, by name."""
     if point.dist is None:
         return {}
+    from packaging.requirements import InvalidRequirement, Requirement  # 20 ms, only where there is a third party
+
     found = {point.dist.name: point.dist.version}
     for line in point.dist.requires or ():
         # Not installed: of an extra, or of another platform. A line that cannot be read says nothing.

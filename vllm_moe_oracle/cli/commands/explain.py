@@ -123,9 +123,9 @@ def command(
 ) -> None:
     """Say which backend each MoE layer of a checkpoint gets, and why.
 
-    Reads the checkpoint's config only; needs no GPU, no torch and no vLLM. The row "why" begins with what decided:
-    user or override (you), measured or predicted times, or the static order. A static choice that measurements could
-    improve ends with the command that takes the measurements.
+    Reads the checkpoint's config, and of a folder's tensors the headers; needs no GPU, no torch and no vLLM. The row
+    "why" begins with what decided: user or override (you), measured or predicted times, or the static order. A static
+    choice that measurements could improve ends with the command that takes the measurements.
 
     \b
     Examples:
