@@ -18,7 +18,7 @@ import torch
 
 from tests.lib.cases import problem
 from tests.lib.humming_probe import LAYERS, SMS
-from tests.lib.releases import humming, some_releases, sources
+from tests.lib.releases import DEFAULT_RELEASE, humming, some_releases, sources
 from vllm_moe_oracle.backends._humming import accumulation, limit_k_splits
 from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.core.problem import Activation, Parallel
@@ -197,11 +197,14 @@ def config_of(found: list[Any], choices: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "layers", [pytest.param((), marks=pytest.mark.matrix), pytest.param(("kimi_tp8", "narrow"), marks=pytest.mark.full)]
+    ("release", "layers"),
+    [
+        pytest.param(DEFAULT_RELEASE, ("kimi_tp8", "narrow"), marks=pytest.mark.full),
+        *(pytest.param(each, (), marks=pytest.mark.matrix) for each in SERVED),
+    ],
 )
-@some_releases(*SERVED)
 def test_no_sum_of_a_short_grid_has_more_than_three_parts(release: str, layers: tuple[str, ...]) -> None:
-    """Of all layers for each release; of the installed one's in the full tier, those whose sums are cut most."""
+    """In the full tier of the layers whose sums are cut most."""
     version, folder = humming(release)
     cut = 0
     for name, products in tuning(folder, *layers).items():

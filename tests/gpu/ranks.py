@@ -249,7 +249,7 @@ def jobs_of(name: str, format: Format, cpu: bool, gpus: int) -> dict[str, dict[s
     }
 
 
-def serve(folder: Path, job: dict[str, Any], devices: str) -> dict[str, Any]:
+def serve(folder: Path, job: dict[str, Any], first: int = 0) -> dict[str, Any]:
     """One engine's result and its ranks' reports; what its process printed where it failed.
 
     It has a process of its own, which a failure may take down.
@@ -257,8 +257,10 @@ def serve(folder: Path, job: dict[str, Any], devices: str) -> dict[str, Any]:
     Args:
         folder: of its files.
         job: what is served.
-        devices: its GPUs, as `CUDA_VISIBLE_DEVICES` names them.
+        first: the first of its GPUs, of those that are visible here; the others follow.
     """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(first + size_of(job))))
+    devices = ",".join(visible.split(",")[first : first + size_of(job)])
     files = [folder / "jobs.json", folder / "results.json", folder / "report.jsonl"]
     for path in files:
         path.unlink(missing_ok=True)
@@ -406,6 +408,8 @@ def main() -> int:
             prompt = tuple(job["prompt"])
             return says(found[format].exact, prompt), says(pair[1], prompt) if pair else None
 
+        if not jobs:
+            parser.error(f"no engine has these words and at most {gpus} GPUs; --cpu needs none")
         expected = [theirs(format, job) for format, _, job in jobs]
         print(f"{len(found)} formats, {len(jobs)} engines after {time.monotonic() - begin:.0f} s", flush=True)
 
@@ -417,8 +421,7 @@ def main() -> int:
             own = folder / f"run-{index}"
             own.mkdir()
             size = size_of(job)
-            first = size * (index % (gpus // size))
-            served = serve(own, job, ",".join(map(str, range(first, first + size))))
+            served = serve(own, job, size * (index % (gpus // size)))
             if served["result"].get("said"):
                 said[format, case] = served["result"]["said"][0]
             row = {"format": format, "case": case} | judge(job, served, *expected[index])

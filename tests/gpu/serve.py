@@ -27,7 +27,7 @@ three times the mean. With several, each is timed on the same engine.
 
 ``--busy`` also finds how long the GPU of each rank works in a decode step, and on what, from the intervals of its
 kernels, after the steps of a routing were timed. What a step takes beyond that is vLLM's host side, and the exchange
-between ranks: a kernel that exchanges waits for the other ranks, for 0 to 3 ms a step, and is left out.
+between ranks: a kernel that exchanges waits for the other ranks, and is left out.
 
 A mode can be named several times: ``--mode stock --mode auto --mode stock --mode auto`` are turns.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -89,7 +90,7 @@ def test_an_unfinished_run_hides_no_measurements_of_another_place(tmp_path: Path
     )
     assert without.why == with_cache.why == "measured" and without.backend == with_cache.backend
     assert "by the shipped profile" in with_cache.explanation
-    assert f"the cache (NVIDIA H200, vLLM {card.packages['vllm']}) are not sufficient" in with_cache.explanation
+    assert f"the cache ({Environment.of(card)}) are not sufficient" in with_cache.explanation
     assert "measured up to 4 tokens" in with_cache.explanation
 
 
@@ -211,3 +212,29 @@ def test_a_tile_is_not_stretched_over_a_number_of_tokens_that_is_missing(tmp_pat
     found = lookup.find_measurements(LAYER, H200, chosen)
     assert found is not None
     assert [(most, each) for most, each in found.tiles[OWN] if 128 < most < 1024] == [(181, ""), (362, tile), (724, "")]
+
+
+@pytest.mark.parametrize(
+    ("torch", "triton", "expected"),
+    [
+        ("2.11.0", "3.6.0", "3.6"), ("2.14.0", "3.8.0", "3.8"), ("2.14.1", "3.8.1", "3.8"), ("2.11.0", "3.8.0", "3.8"),
+        ("2.15.0", "3.9.0", "3.8"), ("2.12.0", "3.7.0", "3.6"), ("2.14.0", "", "3.8"),
+    ],
+)  # fmt: skip
+def test_the_profile_of_the_closest_triton_answers(torch: str, triton: str, expected: str) -> None:
+    """A patch release, or another torch, is no other Triton. Of two as close the first answers."""
+    layer, card = model_shapes.parse("mxfp8:qwen3-30b-a3b"), measured_card(profile.SHIPPED_FOLDER / "nvidia_h200.json")
+    packages = {**card.packages, "torch": torch, "triton": triton}
+    card = dataclasses.replace(card, driver="580", packages={name: each for name, each in packages.items() if each})
+    found = lookup.find_measurements(layer, card, settings.Settings(cache="none"))
+    assert found is not None and found.source.endswith(f"Triton {expected})")
+    assert bool(found.errors) is (triton != "" and not triton.startswith(expected))
+
+
+def test_a_gain_over_stock_is_of_the_same_triton() -> None:
+    """Where none was measured under it, the gain is the decision's own."""
+    layer, card = model_shapes.parse("mxfp8:qwen3-30b-a3b"), measured_card(profile.SHIPPED_FOLDER / "nvidia_h200.json")
+    for triton, expected in (("3.6.0", "Triton 3.6)"), ("3.8.1", "Triton 3.8)"), ("3.9.0", "")):
+        here = dataclasses.replace(card, packages={**card.packages, "triton": triton})
+        found = profile.comparisons_for(Environment.of(here))
+        assert [str(each.environment).rpartition(", ")[2] + ")" for each in found] == [expected] * bool(expected), layer

@@ -1,10 +1,11 @@
 """The shipped times beside stock vLLM's own layer: ``python -m tests.tools.comparisons [--write]``.
 
-``--write`` makes ``vllm_moe_oracle/profiles/stock_nvidia_GPU.json`` of each GPU's committed benchmarks under
-``tests/golden/GPU``: ``choice*-vllm-VERSION.jsonl`` (``vllm-moe-oracle bench --stock auto --jsonl FILE``), and of
-``unlisted-*-vllm-VERSION.jsonl`` (`tests.gpu.unlisted_layers`) the layers that ran beside stock's. Of a layer in
-several of them, the last run counts at each number of tokens, the first kind's before the second's. Without ``--write``
-the exit status is 1 where a file is stale.
+``--write`` makes ``vllm_moe_oracle/profiles/stock_nvidia_GPU.json``, and one more for each other Triton than
+`FIRST_TRITON`, of each GPU's committed benchmarks under ``tests/golden/GPU``: ``choice*-vllm-VERSION.jsonl``
+(``vllm-moe-oracle bench --stock auto --jsonl FILE``), and of ``listed-*`` and ``unlisted-*-vllm-VERSION.jsonl``
+(`tests.gpu.unlisted_layers`) the layers that ran beside stock's. Of a layer in several of them, the last run counts at
+each number of tokens, the first kind's before the others'. Without ``--write`` the exit status is 1 where a file is
+stale.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import KernelShape, Sample
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-PATTERNS = ("*/unlisted-*-vllm-*.jsonl", "*/choice*-vllm-*.jsonl")
+PATTERNS = ("*/unlisted-*-vllm-*.jsonl", "*/listed-*-vllm-*.jsonl", "*/choice*-vllm-*.jsonl")
 """Files of records. Those of a later pattern count: they judge choices (`oracle_quality`), and the others made them."""
+FIRST_TRITON = "3.6"
+"""Files of this one have no suffix."""
 ACTIVATIONS = "stock"
 """Stands where a backend's precision of activations is; a stock layer does not say it."""
 
@@ -32,7 +35,7 @@ Layers = dict[KernelShape, dict[int, BenchRecord]]
 
 
 def runs(paths: list[Path]) -> dict[str, list[tuple[dict[str, str], Environment, Layers]]]:
-    """The benchmarks by GPU, in the order in which they ran.
+    """The benchmarks by the file's name of GPU and Triton, in the order in which they ran.
 
     Args:
         paths: files of records, any order. The number after ``choice-`` or ``unlisted-`` is the run's; the first choice
@@ -49,7 +52,10 @@ def runs(paths: list[Path]) -> dict[str, list[tuple[dict[str, str], Environment,
                 continue  # an expert-parallel rank: stock's layer on one GPU has all experts
             layers.setdefault(record.kernel_shape, {})[record.tokens] = record
         environment = msgspec.convert(conditions["environment"], Environment)
-        found.setdefault(environment.gpu, []).append((conditions, environment, layers))
+        name = environment.gpu.lower().replace(" ", "_")
+        if not environment.packages["triton"].startswith(f"{FIRST_TRITON}."):
+            name += f"_triton{environment.packages['triton'].rpartition('.')[0]}"
+        found.setdefault(name, []).append((conditions, environment, layers))
     return found
 
 
@@ -111,8 +117,8 @@ def _with_classes(entry: profile.Entry, classes: dict[str, str]) -> profile.Entr
 def files() -> dict[Path, bytes]:
     """Every file with what should be in it."""
     return {
-        profile.SHIPPED_FOLDER / f"stock_{gpu.lower().replace(' ', '_')}.json": profile.encode(comparison(found))
-        for gpu, found in runs([path for pattern in PATTERNS for path in GOLDEN.glob(pattern)]).items()
+        profile.SHIPPED_FOLDER / f"stock_{name}.json": profile.encode(comparison(found))
+        for name, found in runs([path for pattern in PATTERNS for path in GOLDEN.glob(pattern)]).items()
     }
 
 

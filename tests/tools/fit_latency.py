@@ -6,11 +6,11 @@
     python -m tests.tools.fit_latency --families leaves out one model family after the other, and decides its layers by
                                                  the rest
 
-Reads the shipped profiles of `GPUS` and `tests/golden/h200/unlisted-*.jsonl` (`tests.gpu.unlisted_layers`), without
-backends whose kernels have changed since. Parameters are positive, so their logarithms are fitted, by
-Levenberg-Marquardt with a Huber-like weight on the logarithm of predicted over measured time. A weak prior holds
-parameters that a backend's times do not determine. Errors are from fits that leave out one model family (number of
-experts and hidden size) at a time, on all GPUs.
+Reads the shipped profiles of `GPUS`, of the first one's Triton, and `tests/golden/h200/unlisted-*.jsonl`
+(`tests.gpu.unlisted_layers`), without backends whose kernels have changed since. Parameters are positive, so their
+logarithms are fitted, by Levenberg-Marquardt with a Huber-like weight on the logarithm of predicted over measured time.
+A weak prior holds parameters that a backend's times do not determine. Errors are from fits that leave out one model
+family (number of experts and hidden size) at a time, on all GPUs.
 """
 
 from __future__ import annotations
@@ -429,8 +429,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gpus=gpus,
         conditions={
             "command": "python -m tests.tools.fit_latency --write",
-            "times": f"{len(rows)} of {len(shapes)} layers, from the shipped profiles and "
-            + ", ".join(path.name for path in UNLISTED),
+            "times": f"{len(rows)} of {len(shapes)} layers, from the shipped profiles of Triton "
+            f"{_fitted_stack().packages['triton']} and " + ", ".join(path.name for path in UNLISTED),
         },
         sizes={name: _range(getattr(shape, name) for shape in shapes) for name in SIZES},
         backends={name: each.latency for name, each in fitted.items()},

@@ -205,7 +205,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "vllm_moe_oracle/measuring/README.md": {
         "evidence": evidence.table,
         "triton": triton_table.moved,
-        "triton-gain": triton_table.gain,
     },
     "vllm_moe_oracle/quantization/README.md": {"integers": integers},
     "vllm_moe_oracle/releases/README.md": {"support-table": support_table},

@@ -5,12 +5,13 @@ they were taken. A new time replaces the profile's of the same layer, backend, r
 else stays. Failures are not taken over: what cannot run on a machine without its memory runs on another.
 
 A profile is of one GPU with one stack: vLLM, torch, Triton and the kernels' sources. ``--new NAME`` begins one for the
-benchmark's stack. Times of layers that no profile has go to the last: the one that ``tune`` wrote has both routings of
-each layer. A layer of which no two backends with the same precision of activations were timed is left out: no time is
-needed there. So is a new layer between whose numbers of tokens lies more than a factor of `MAX_TOKEN_RATIO`: nothing is
-decided by such times, only the latency model is fitted to them. Afterwards run ``kernel_choices --write``, which says
-on which configurations the times rest. A time of another tile than the kernels' choice brings that tile into the
-profile: this GPU runs it there, and other GPUs' profiles and the kernels' tables stay as they are.
+benchmark's stack. Times of layers that no profile has go to the last by its file's name, so that the one of ``tune``
+keeps both routings of each layer. A layer of which no two backends with the same precision of activations were timed is
+left out: no time is needed there. So is a new layer between whose numbers of tokens lies more than a factor of
+`MAX_TOKEN_RATIO`: nothing is decided by such times, only the latency model is fitted to them. Afterwards run
+``kernel_choices --write``, which says on which configurations the times rest. A time of another tile than the kernels'
+choice brings that tile into the profile: this GPU runs it there, and other GPUs' profiles and the kernels' tables stay
+as they are.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
         shipped = shipped_for(environment.gpu, environment.packages)
         if not shipped and options.new:
             path = profile.SHIPPED_FOLDER / f"{options.new}.json"
+            if path.exists() or not options.new.startswith("nvidia_"):
+                parser.error(f"--new {options.new}: the name of a new file, nvidia_... as all shipped ones")
             shipped[path] = profile.make(environment, {}, conditions)
         if not shipped:
             packages = " ".join(f"{name} {version}" for name, version in environment.packages.items())

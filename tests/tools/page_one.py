@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.lib.readme_sections import paragraph
-from tests.tools import recipes, triton_table
+from tests.tools import recipes
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices.catalog import known_device, known_device_names
@@ -49,17 +49,9 @@ def gain() -> str:
         "Stock vLLM's default time over the plugin's, geometric means over layers, by tokens in a",
         "step. Bands are the slowest and the fastest layer.",
         *only,
-        *_under_triton_3_8(),
         "[How it was measured](vllm_moe_oracle/measuring/README.md).",
     )
     return "\n".join([*lines, "", words])
-
-
-def _under_triton_3_8() -> list[str]:
-    ratios = [each for layers in triton_table.gains().values() for each in layers]
-    mean, span = statistics.geometric_mean(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}"
-    layers = len(triton_table.gains()[1])
-    return [f"With torch 2.14 and Triton 3.8 it is {mean:.2f} ({span}) in {layers} of the H200's layers."]
 
 
 def _ratios(panels: Iterable[LayerPanel]) -> list[float]:

@@ -77,6 +77,29 @@ def test_times_go_to_the_profile_that_has_their_layer() -> None:
     assert found == {paths[1]: {shapes[0]: [], unknown: []}, paths[0]: {shapes[2]: []}}
 
 
+def test_another_stack_begins_a_profile_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a name that no file has, and that is found with the others; the next file joins it."""
+    for path in profile.SHIPPED_FOLDER.glob("nvidia_*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(profile, "SHIPPED_FOLDER", tmp_path)
+    golden = Path(__file__).parents[1] / "golden/h200/listed-triton-3.8-vllm-0.33.0.jsonl"
+    head, *lines = golden.read_text().replace('"triton":"3.8.0"', '"triton":"3.10.0"').splitlines()
+    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for file, rows in zip(files, (lines[:7], lines[7:14]), strict=True):
+        file.write_text("\n".join([head, *rows]) + "\n")
+    assert merge_times.main([str(files[0])]) == 1 and "triton 3.10.0; --new NAME" in capsys.readouterr().err
+    for name in ("nvidia_h200", "h200_new"):
+        with pytest.raises(SystemExit):
+            merge_times.main(["--new", name, str(files[0])])
+    assert merge_times.main(["--new", "nvidia_h200_triton3.10", *map(str, files)]) == 0
+    assert len(profile.read(tmp_path / "nvidia_h200_triton3.10.json").entries) == 2
+    assert (tmp_path / "nvidia_h200.json").read_bytes() == (
+        Path(profile.__file__).parents[1] / "profiles/nvidia_h200.json"
+    ).read_bytes()
+
+
 def test_times_of_other_kernels_are_refused() -> None:
     other = msgspec.structs.replace(SHIPPED.environment, kernels="0" * 16)
     with pytest.raises(ValueError, match="0000000000000000"):

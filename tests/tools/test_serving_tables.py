@@ -138,6 +138,20 @@ def test_the_page_says_of_turns_what_the_layers_times_save() -> None:
     row = next(each for each in found["rows"] if (each["model"], each["parallel"]) == ("gpt-oss-120b", "tp"))
     saved = [serving_tables.saved_by_layers(row, batch, found["conditions"]) for batch in (1, 8)]
     assert f"less than the {saved[0]:.2f} and {saved[1]:.2f} ms of the layers' times" in page
+    turns = json.loads(serving_tables.TURNS.read_text())["runs"][1]["turns"]
+    timed = [(turn["mode"], turn["routing"]["uniform"]) for turn in turns]
+    spans = []
+    for batch in ("1", "8"):
+        experts = {True: [], False: []}
+        for mode, found in timed:
+            experts[mode == "auto"].append(float(serving_tables._shares(found["kernels_ms"][batch])[0]))
+        (ours,) = experts[True]
+        spans.append(" to ".join(f"{each - ours:.2f}" for each in sorted(experts[False])))
+    assert f"by {spans[0]} ms a step at one prompt and by {spans[1]} at 8" in page
+    steps = [found["decode_ms"]["1"] for _, found in timed]
+    assert f"of a step of {min(steps):.1f} to {max(steps):.1f}." in page
+    kernels = [sum(map(float, serving_tables._shares(found["kernels_ms"]["1"])[:2])) for _, found in timed]
+    assert f"take {min(kernels):.1f} to {max(kernels):.1f} ms" in page
 
 
 def test_turns_are_kept_as_far_as_they_came() -> None:

@@ -81,8 +81,9 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         return msgspec.json.encode(self, order="deterministic").decode()
 
     def __str__(self) -> str:
-        vllm = self.packages.get("vllm")
-        return f"{self.gpu}, vLLM {vllm}" if vllm else self.gpu
+        vllm, triton = self.packages.get("vllm"), _minor_release(self.packages.get("triton", ""))
+        words = [self.gpu, *([f"vLLM {vllm}"] if vllm else [])]
+        return ", ".join([*words, f"Triton {triton[0]}.{triton[1]}"] if isinstance(triton, tuple) else words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,23 @@ def differences(there: Environment, here: Environment) -> Differences:
     if there.kernels and here.kernels and there.kernels != here.kernels:
         soft.append("kernel sources of this project differ")
     return Differences(tuple(hard), tuple(soft))
+
+
+def distance(there: Environment, here: Environment) -> tuple[float, bool, int]:
+    """How far measurements are from another environment, less being closer.
+
+    Compared are, in this order, minor releases of Triton between the two, other kernel sources of this project, and the
+    number of soft differences. What is unknown on either side is no distance.
+
+    Args:
+        there: where the measurement was taken.
+        here: where it is to be used.
+    """
+    minors = [_minor_release(each.packages.get("triton", "")) for each in (there, here)]
+    known = [1000 * each[0] + each[1] for each in minors if isinstance(each, tuple)]
+    between = abs(known[0] - known[1]) if len(known) == 2 else 0
+    others = bool(there.kernels and here.kernels and there.kernels != here.kernels)
+    return between, others, len(differences(there, here).soft)
 
 
 VLLM_RELEASE_ERROR = 0.03
@@ -205,7 +223,7 @@ def _release_key(version: str) -> object:
 def _minor_release(version: str) -> object:
     """Major and minor number: patch releases of a compiler repair, they do not retune."""
     try:
-        return Version(version).release[:2]
+        return (*Version(version).release, 0)[:2]
     except InvalidVersion:
         return version
 

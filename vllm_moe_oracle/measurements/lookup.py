@@ -131,8 +131,8 @@ def release_errors(names: Iterable[str], there: Environment, here: Environment) 
         here: where the times are to be used.
 
     Returns:
-        Standard deviations of the logarithms of the times by backend, without those whose kernels are the same; and
-        what changed, in words.
+        The errors of the times by backend, root mean squares of the logarithm, without those whose kernels are the
+        same; and what changed, in words.
     """
     registry = default_registry()
     errors: dict[str, float] = {}
@@ -237,8 +237,7 @@ def _samples_in(profiles: Iterable[profile.Profile], shape: KernelShape) -> Iter
 def _closest_environment(
     name: str, found: Iterable[_EnvironmentSamples], here: Environment, remarks: list[str]
 ) -> _ValidSamples | None:
-    """The samples whose environment differs least from here, the newest among equals. Adds a remark if all are
-    invalid."""
+    """The samples whose environment is closest to here, the newest among equals. Adds a remark if all are invalid."""
     best: _ValidSamples | None = None
     gpus: list[str] = []
     invalid: list[str] = []
@@ -248,7 +247,7 @@ def _closest_environment(
             gpus.append(differences.gpu)
         elif differences.hard:
             invalid.append(", ".join(differences.hard))
-        elif best is None or len(differences.soft) < len(best.differences):
+        elif best is None or environment.distance(there, here) < environment.distance(best.environment, here):
             best = _ValidSamples(there, samples, differences.soft)
     if best is None and gpus:
         remarks.append(f"measurements in {name} are of {' and '.join(dict.fromkeys(gpus))}, not of {here.gpu}")

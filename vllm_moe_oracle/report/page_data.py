@@ -242,13 +242,13 @@ def from_cache(
 
 
 _SHIPPED_STOCK_NOTE = (
-    "stock's times are those that this package ships, of another machine with the same GPU and vLLM; bench measures "
-    "stock's layer on this one"
+    "stock's times are those that this package ships, of another machine with the same GPU, vLLM and Triton; bench "
+    "measures stock's layer on this one"
 )
 
 
 def _with_shipped_stock(panel: LayerPanel, shape: KernelShape, here: Environment) -> LayerPanel:
-    """The panel with the shipped times of stock's layer, if they are of the same GPU and vLLM."""
+    """The panel with the shipped times of stock's layer, if they are of the same GPU, vLLM and Triton."""
     for found in profile.comparisons_for(here):
         stock = _panel_from_profile(found, shape, None)
         times = {name: points for name, points in stock.times.items() if name in stock.stock}
