@@ -132,7 +132,8 @@ def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Write)
         "layers", "count", "is_mtp", "problem", "decision", "failure", "left_to_stock", "gain_over_stock",
         "time_errors", "measure", "candidates",
     ]  # fmt: skip
-    assert group["failure"] is group["left_to_stock"] is group["gain_over_stock"] is group["measure"] is None
+    assert group["failure"] is group["left_to_stock"] is group["measure"] is None
+    assert group["gain_over_stock"]["speedup"] == pytest.approx(1, abs=0.05), "the static choice is stock's kernel"
     assert group["time_errors"] == {}
     assert (group["layers"], group["count"]) == ("model.layers.0-47.mlp.experts", 48)
     problem = msgspec.convert(group["problem"], Problem)

@@ -293,8 +293,8 @@ def test_families_have_a_list_of_links(shipped_page: str) -> None:
     assert len(links) > 6 and all(f'id="{each}"' in shipped_page for each in links)
 
 
-def test_the_largest_page_is_below_two_megabytes(shipped_page: str) -> None:
-    assert len(shipped_page.encode()) < 2_000_000
+def test_the_largest_page_is_below_three_megabytes(shipped_page: str) -> None:
+    assert len(shipped_page.encode()) < 3_000_000
 
 
 def test_a_path_is_drawn_with_fewer_letters() -> None:
@@ -655,7 +655,7 @@ def _check_shipped_on_a_phone(browser: Any, path: Path) -> None:
 def test_the_title_is_that_of_the_data(tmp_path: Path) -> None:
     content = page_data.from_shipped_profiles(load({}))
     content = dataclasses.replace(
-        content, panels=tuple(each for each in content.panels if each.environment.startswith("NVIDIA H200"))
+        content, panels=tuple(each for each in content.panels if each.environment == content.panels[0].environment)
     )
     assert html_report.page_title(content) == f"MoE kernels on {content.panels[0].environment}: measured"
     other = dataclasses.replace(content.panels[0], environment="GPU A, vLLM 0.30.0")

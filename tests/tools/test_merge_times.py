@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.lib import golden_files
 from tests.lib.samples import measured_card
 from tests.tools import kernel_choices, merge_times
 from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
@@ -84,7 +85,7 @@ def test_another_stack_begins_a_profile_of_its_own(
     for path in profile.SHIPPED_FOLDER.glob("nvidia_*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(profile, "SHIPPED_FOLDER", tmp_path)
-    golden = Path(__file__).parents[1] / "golden/h200/listed-triton-3.8-vllm-0.33.0.jsonl"
+    golden = golden_files.newest("listed-triton-3.8")
     head, *lines = golden.read_text().replace('"triton":"3.8.0"', '"triton":"3.10.0"').splitlines()
     files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     for file, rows in zip(files, (lines[:7], lines[7:14]), strict=True):
