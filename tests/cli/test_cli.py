@@ -133,7 +133,10 @@ def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Write)
         "time_errors", "measure", "candidates",
     ]  # fmt: skip
     assert group["failure"] is group["left_to_stock"] is group["measure"] is None
-    assert group["gain_over_stock"]["speedup"] == pytest.approx(1, abs=0.05), "the static choice is stock's kernel"
+    # Of what stock runs itself, as it was timed beside its own kernel; under the one Triton that has this shard.
+    gain = group["gain_over_stock"]
+    assert (gain["kind"], gain["stock"]) == ("measured", "stock vLLM's HummingIndexedExperts")
+    assert gain["source"].endswith("Triton 3.8)")
     assert group["time_errors"] == {}
     assert (group["layers"], group["count"]) == ("model.layers.0-47.mlp.experts", 48)
     problem = msgspec.convert(group["problem"], Problem)

@@ -156,7 +156,8 @@ def test_the_table_leaves_a_choice_to_the_rule_where_it_has_none() -> None:
     table = configs.measured_table()["int4 g128"]["160x8 5120x384 gated"]
     (row,) = [row for row in table if row["config"] is None]
     for tokens in (row["tokens"], row["tokens"] // 2):
-        assert configs.choose_launch_config(weights, 8, tokens) == heuristic.heuristic_config(weights, 8, tokens)
+        chosen = configs.choose_launch_config(weights, 8, tokens)
+        assert chosen == heuristic.heuristic_config(weights, 8, tokens) and chosen.down.n_tiles == 8
     assert None not in configs.candidate_configs(weights, 8, row["tokens"], 50)
 
 

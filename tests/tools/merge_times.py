@@ -100,6 +100,9 @@ def main(arguments: list[str] | None = None) -> int:
             if path.exists() or not options.new.startswith("nvidia_"):
                 parser.error(f"--new {options.new}: the name of a new file, nvidia_... as all shipped ones")
             shipped[path] = profile.make(environment, {}, conditions)
+        elif options.new and f"{options.new}.json" not in {path.name for path in shipped}:
+            names = ", ".join(path.name for path in shipped)
+            parser.error(f"--new {options.new}: {names} have this stack; without --new the times join them")
         if not shipped:
             packages = " ".join(f"{name} {version}" for name, version in environment.packages.items())
             print(f"{file}: no profile of {environment.gpu} with {packages}; --new NAME begins one", file=sys.stderr)

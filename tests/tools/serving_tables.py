@@ -338,7 +338,7 @@ def _shares(kernels: dict[str, float] | None) -> list[str]:
         for parts in (OF_EXPERTS, serve.EXCHANGES)
     )
     others = sum(kernels.values()) - experts - waits
-    # One that is not among the longest waited longer in the shorter of the two runs whose difference it is.
+    # Each is the difference of two runs. An exchange is not kept if it waited longer in the shorter run.
     return [f"{experts:.2f}", f"{others:.2f}", f"{waits:.2f}" if waits > 0 else "-"]
 
 

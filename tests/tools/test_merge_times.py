@@ -95,6 +95,9 @@ def test_another_stack_begins_a_profile_of_its_own(
         with pytest.raises(SystemExit):
             merge_times.main(["--new", name, str(files[0])])
     assert merge_times.main(["--new", "nvidia_h200_triton3.10", *map(str, files)]) == 0
+    with pytest.raises(SystemExit):
+        merge_times.main(["--new", "nvidia_h200_other", str(files[0])])
+    assert "nvidia_h200_triton3.10.json have this stack" in capsys.readouterr().err
     assert len(profile.read(tmp_path / "nvidia_h200_triton3.10.json").entries) == 2
     assert (tmp_path / "nvidia_h200.json").read_bytes() == (
         Path(profile.__file__).parents[1] / "profiles/nvidia_h200.json"

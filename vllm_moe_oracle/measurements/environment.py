@@ -81,9 +81,9 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         return msgspec.json.encode(self, order="deterministic").decode()
 
     def __str__(self) -> str:
-        vllm, triton = self.packages.get("vllm"), _minor_release(self.packages.get("triton", ""))
-        words = [self.gpu, *([f"vLLM {vllm}"] if vllm else [])]
-        return ", ".join([*words, f"Triton {triton[0]}.{triton[1]}"] if isinstance(triton, tuple) else words)
+        vllm, triton = self.packages.get("vllm"), _triton(self)
+        words = [self.gpu, vllm and f"vLLM {vllm}", triton and "Triton {}.{}".format(*triton)]
+        return ", ".join(word for word in words if word)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +129,35 @@ def differences(there: Environment, here: Environment) -> Differences:
     return Differences(tuple(hard), tuple(soft))
 
 
-def distance(there: Environment, here: Environment) -> tuple[float, bool, int]:
-    """How far measurements are from another environment, less being closer.
-
-    Compared are, in this order, minor releases of Triton between the two, other kernel sources of this project, and the
-    number of soft differences. What is unknown on either side is no distance.
+def distance(there: Environment, here: Environment) -> tuple[tuple[int, int], bool, int]:
+    """How far measurements are from another environment, less being closer. Compare the values of one `here` only.
 
     Args:
         there: where the measurement was taken.
         here: where it is to be used.
+
+    Returns:
+        Major and minor releases of Triton between the two, whether this project's kernels have other sources, and the
+        number of soft differences. What is unknown on either side is no distance.
     """
-    minors = [_minor_release(each.packages.get("triton", "")) for each in (there, here)]
-    known = [1000 * each[0] + each[1] for each in minors if isinstance(each, tuple)]
-    between = abs(known[0] - known[1]) if len(known) == 2 else 0
+    old, new = _triton(there), _triton(here)
+    between = (abs(old[0] - new[0]), abs(old[1] - new[1])) if old and new else (0, 0)
     others = bool(there.kernels and here.kernels and there.kernels != here.kernels)
     return between, others, len(differences(there, here).soft)
+
+
+def is_same_triton(there: Environment, here: Environment) -> bool:
+    """Whether two environments have one minor release of Triton, as far as known."""
+    return distance(there, here)[0] == (0, 0)
+
+
+def _triton(environment: Environment) -> tuple[int, int] | None:
+    """Major and minor number; None if unknown."""
+    try:
+        major, minor, *_ = (*Version(environment.packages["triton"]).release, 0)
+    except (KeyError, InvalidVersion):
+        return None
+    return major, minor
 
 
 VLLM_RELEASE_ERROR = 0.03
@@ -223,7 +237,7 @@ def _release_key(version: str) -> object:
 def _minor_release(version: str) -> object:
     """Major and minor number: patch releases of a compiler repair, they do not retune."""
     try:
-        return (*Version(version).release, 0)[:2]
+        return Version(version).release[:2]
     except InvalidVersion:
         return version
 

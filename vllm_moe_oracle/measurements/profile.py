@@ -18,7 +18,7 @@ from ..devices.catalog import is_same_gpu
 from ..errors import MeasurementError
 from ..untrusted import boundary, check_values, read_file
 from ..whole_files import write_whole
-from .environment import Environment, distance
+from .environment import Environment, is_same_triton
 from .kernel_shape import KernelShape, Sample, is_displayable
 
 FORMAT = "vllm-moe-oracle measurements"
@@ -323,5 +323,5 @@ def comparisons_for(here: Environment) -> list[Profile]:
         for each in shipped_comparisons()
         if is_same_gpu(each.environment.gpu, here.gpu)
         and each.environment.packages.get("vllm") == here.packages.get("vllm")
-        and not distance(each.environment, here)[0]
+        and is_same_triton(each.environment, here)
     ]

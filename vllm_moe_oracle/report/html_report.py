@@ -329,7 +329,8 @@ def render(content: ReportContent, command: str) -> tuple[str, dict[str, str]]:
                 svg = plots.plot_times(panel, palette)
                 files[f"{name}.svg"] = svg
                 # matplotlib escapes names in the SVG; Jinja escapes everything else on the page.
-                cards.append(_card(panel, name, markupsafe.Markup(plots.embedded_svg(svg, name, classes))))
+                embedded = plots.embedded_svg(svg, f"t{number}", classes)
+                cards.append(_card(panel, name, markupsafe.Markup(embedded)))
             families.append((family, cards))
         shown.append({"machine": machine, "families": families})
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
