@@ -192,10 +192,22 @@ def test_a_cell_that_failed_is_not_one_that_is_missing(tmp_path: Path) -> None:
     assert decided(tmp_path / "short", *rest, short).backend == OWN
 
 
-def test_many_missing_times_are_not_filled_in(tmp_path: Path) -> None:
+def test_many_missing_times_are_not_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency_model, "why_unpredictable", lambda *arguments: "not predicted")
     made = decided(tmp_path, *times(HUMMING, 50), *times(MARLIN, 40), *lacking(64, 128, 256, 512))
     assert (made.backend, made.why, made.tunable) == (MARLIN, "measured", True)
     assert f"{OWN}: measured at 32 and next at 1024 tokens, which is too wide a gap" in made.explanation
+
+
+def test_others_times_do_not_decide_against_a_backend_that_lacks_many(tmp_path: Path) -> None:
+    """As after an unfinished run: it would lose to what was measured, though it is predicted to be faster."""
+    made = decided(tmp_path, *times(HUMMING, 50), *times(MARLIN, 40), *lacking(64, 128, 256, 512))
+    assert (made.backend, made.why) == (OWN, "predicted")
+    words = f"does not suffice: {OWN}, predicted to be faster, was measured at 32 and next at 1024 tokens"
+    assert words in made.explanation
+    slower = [each for each in times(MARLIN, 40) if each.tokens not in (64, 128, 256, 512)]
+    made = decided(tmp_path / "slower", *times(HUMMING, 50), *slower, *times(OWN, 30))
+    assert (made.backend, made.why) == (OWN, "measured")
 
 
 def test_without_a_prediction_a_time_is_interpolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

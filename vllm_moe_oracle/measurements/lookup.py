@@ -23,7 +23,7 @@ from ..core.objectives import parse_objective
 from ..core.problem import Device, Problem
 from ..errors import BackendDefect, MeasurementError, SettingError, sanitize
 from ..oracle.checked_backend import unchecked
-from ..oracle.measured_choice import choose_fastest
+from ..oracle.measured_choice import LatencyCurve, choose_fastest
 from ..oracle.registry import default_registry
 from ..oracle.selection import REFERENCE_BACKEND, equivalent_backends, evaluate_candidates
 from ..settings import Settings, cache_dir
@@ -32,7 +32,7 @@ from . import environment, latency_model, profile
 from .bench_records import is_out_of_memory
 from .environment import Environment
 from .kernel_shape import KernelShape, Sample, kernel_shape_of
-from .missing_times import fill_missing
+from .missing_times import Predict, fill_missing
 from .store import shared_store
 
 _EnvironmentSamples = tuple[Environment, list[Sample]]
@@ -84,7 +84,9 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
                 measured = _measurement_set(f"{name} ({valid.environment})", valid.samples, problem)
                 measured = _usable_here(measured, valid, here, failures, remarks)
                 measured = fill_missing(measured, _compared_backends(judged), predicted_here)
-                why = _why_undecided(measured, judged, settings)
+                why = _why_undecided(measured, judged, settings) or _why_incomplete(
+                    measured, judged, settings, predicted_here
+                )
         except (MeasurementError, SettingError) as error:
             remarks.append(sanitize(f"{name} is not used: {error}"))
             continue
@@ -170,6 +172,28 @@ def _why_undecided(measured: MeasurementSet, judged: tuple[Candidate, ...], sett
     if choice.measured is not None:
         return ""
     return choice.explanation or f"{measured.source} has no times of these backends"
+
+
+def _why_incomplete(
+    measured: MeasurementSet, judged: tuple[Candidate, ...], settings: Settings, predict: Predict
+) -> str:
+    """Why measurements that decide are not believed: a backend that they have too few times of is predicted to be
+    faster than their winner, by more than the setting `min_time_saving` and the prediction's error. "" if there is
+    none."""
+    names, objective = _compared_backends(judged), parse_objective(settings.objective)
+    gaps = {
+        name: LatencyCurve(measured.known_times(name), measured.filled.get(name)).coverage_gap(objective)
+        for name in names
+        if name in measured.times and name not in measured.failures
+    }
+    if not any(gaps.values()):
+        return ""
+    winner = choose_fastest(measured, names, objective, settings.min_time_saving).backend
+    contenders = [winner, *(name for name, gap in gaps.items() if gap)]
+    faster = choose_fastest(predict(contenders, latency_model.TOKENS), contenders, objective, settings.min_time_saving)
+    if faster.backend == winner:
+        return ""
+    return f"{measured.source} does not suffice: {faster.backend}, predicted to be faster, was {gaps[faster.backend]}"
 
 
 def _compared_backends(judged: tuple[Candidate, ...]) -> tuple[str, ...]:
