@@ -2,6 +2,7 @@
 
     python -m tests.gpu.compare_tiles --dump before.json                      # in the other version; needs no GPU
     python -m tests.gpu.compare_tiles before.json --json compared.json
+    python -m tests.gpu.compare_tiles --table --json table.json               # the shipped table beside the rule alone
 
 One Hopper card, torch and Triton, no vLLM. Layers of public models that the shipped tables do not hold, with expert
 parallelism, too; or all kernel shapes of the shipped profiles with ``--measured``. Both choices run by turns, as CUDA
@@ -25,6 +26,7 @@ import torch
 
 from tests.gpu import tune_kernels
 from vllm_moe_oracle.kernels.config import choose_config
+from vllm_moe_oracle.kernels.heuristic import heuristic_config
 from vllm_moe_oracle.kernels.launch_config import LaunchConfig
 from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
 from vllm_moe_oracle.kernels.weights import PackedWeights, storage_errors
@@ -68,17 +70,19 @@ def decode(value: dict[str, Any]) -> LaunchConfig | PrefillConfig:
     return PrefillConfig(**value["persistent"]) if "persistent" in value else LaunchConfig.from_json(value)
 
 
-def chosen(weights: PackedWeights, shape: str, tokens: int) -> LaunchConfig | PrefillConfig:
-    """This version's choice."""
-    return choose_config(weights, tune_kernels.sizes_of(shape)[0][1], tokens)
+def chosen(weights: PackedWeights, shape: str, tokens: int, rule: bool = False) -> LaunchConfig | PrefillConfig:
+    """This version's choice; with `rule`, without the shipped table."""
+    top_k = tune_kernels.sizes_of(shape)[0][1]
+    config = choose_config(weights, top_k, tokens)
+    return heuristic_config(weights, top_k, tokens) if rule and isinstance(config, LaunchConfig) else config
 
 
-def choices(measured: bool) -> dict[str, dict[str, Any]]:
-    """This version's choices by cell and number of tokens."""
+def choices(measured: bool, rule: bool = False) -> dict[str, dict[str, Any]]:
+    """This version's choices by cell and number of tokens; with `rule`, without the shipped table."""
     found = {}
     for scheme, shape in cells(measured):
         weights = tune_kernels.stored(scheme, shape, "meta")
-        found[f"{scheme}:{shape}"] = {str(tokens): encode(chosen(weights, shape, tokens)) for tokens in TOKENS}
+        found[f"{scheme}:{shape}"] = {str(tokens): encode(chosen(weights, shape, tokens, rule)) for tokens in TOKENS}
     return found
 
 
@@ -101,7 +105,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", nargs="?", type=Path, help="choices of the other version")
     parser.add_argument("--dump", type=Path, help="write this version's choices, and end")
-    parser.add_argument("--measured", action="store_true", help="layers of shapes.json")
+    parser.add_argument("--table", action="store_true", help="the shipped table's choices as the other version's")
+    parser.add_argument("--measured", action="store_true", help="layers of shapes.json; implied by --table")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=240, help="stop timing after this long")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
@@ -110,10 +115,11 @@ def main() -> int:
     if args.dump:
         args.dump.write_text(json.dumps(choices(args.measured)))
         return 0
-    if not (args.before and args.json):
-        parser.error("give the other version's choices and --json, or --dump")
+    if bool(args.before) == args.table or not args.json:
+        parser.error("give either the other version's choices or --table, and --json; or --dump")
     start = time.monotonic()
-    before, after = json.loads(args.before.read_text()), choices(args.measured)
+    before = choices(True) if args.table else json.loads(args.before.read_text())
+    after = choices(args.measured or args.table, args.table)
     differing = {
         cell: [count for count in found if before.get(cell, {}).get(count, found[count]) != found[count]]
         for cell, found in after.items()

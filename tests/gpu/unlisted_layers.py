@@ -118,14 +118,15 @@ def main() -> int:
     parser.add_argument("--only", default="", help="layers of these names, or whose name contains one, in their order")
     parser.add_argument("--listed", action="store_true", help="layers of shapes.json, too")
     parser.add_argument("--skip", type=int, default=0, help="leave out this many of the first layers")
-    parser.add_argument("--backend", default="", help="time only these backends and no stock layer, comma-separated")
+    parser.add_argument("--backend", default="", help="time only these backends, comma-separated")
+    parser.add_argument("--stock", action="store_true", help="with --backend, time vLLM's own layer, too")
     parser.add_argument("--tiles", type=int, default=0, help="tile configurations timed beside our kernels' choice")
     parser.add_argument("--tokens", default=",".join(map(str, COUNTS)), help="numbers of tokens")
     options = parser.parse_args()
     device = detect.detect()
     counts = tuple(map(int, options.tokens.split(",")))
     backends = tuple(filter(None, options.backend.split(",")))
-    stock = () if backends else ("auto",)
+    stock = () if backends and not options.stock else ("auto",)
     plan = BenchOptions(
         counts, replays=9, seconds=1.0, jobs=options.jobs, budget=options.budget, only=backends, stock=stock,
         tiles=options.tiles,
@@ -134,6 +135,7 @@ def main() -> int:
     command = f"python -m tests.gpu.unlisted_layers --jsonl {options.jsonl.name} --jobs {options.jobs} "
     command += f"--skip {options.skip} --tokens {options.tokens}"
     command += f" --only {options.only}" * bool(options.only) + f" --backend {options.backend}" * bool(backends)
+    command += " --stock" * options.stock
     command += " --listed" * options.listed + f" --tiles {options.tiles}" * bool(options.tiles)
     layers = [*LAYERS[options.skip :], *(model_shapes.served_problems() if options.listed else ())]
     words = options.only.split(",")

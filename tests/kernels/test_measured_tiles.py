@@ -198,11 +198,11 @@ def test_suggestions_are_few_different_and_fit(shape: tuple[int, int, int, int],
 
 
 def test_the_rules_own_tile_is_tried_where_the_table_holds_another() -> None:
-    """The table's tile of 32 rows for 1024 tokens scales accumulators; the rule's scales weights."""
-    weights = allocate_weights("mxfp8", 512, 4096, 128, device="meta")
-    rule = heuristic.heuristic_config(weights, 10, 1024)
-    assert configs.choose_config(weights, 10, 1024) != rule
-    assert configs.candidate_configs(weights, 10, 1024, 3)[0] == rule and not rule.down.scale_accumulators
+    """The table's tile of 64 weight rows for 4 tokens scales accumulators; the rule's scales weights."""
+    weights = allocate_weights("mxfp8", 32, 2880, 2880, device="meta")
+    rule = heuristic.heuristic_config(weights, 4, 4)
+    assert configs.choose_config(weights, 4, 4) != rule
+    assert configs.candidate_configs(weights, 4, 4, 3)[0] == rule and not rule.down.scale_accumulators
 
 
 def parts(config: LaunchConfig, weights: PackedWeights, top_k: int, tokens: int) -> tuple[float, float]:
@@ -220,7 +220,7 @@ def test_the_rule_makes_enough_programs_or_the_narrowest_tiles(inner: int, forma
     weights, top_k = layer_of((8, 2, 4096, inner), format)
     for tokens in (1, 2, 4, 8, 16, 32):
         config = heuristic.heuristic_config(weights, top_k, tokens)
-        least, enough = (16, 330) if config.per_slot else (64, 132)
+        least, enough = (16, 1.7 * 132) if config.per_slot else (64, 132)
         for count, tile in zip(parts(config, weights, top_k, tokens), (config.gate_up, config.down), strict=True):
             assert count >= enough or tile.bn == least, (tokens, config)
         assert config.per_slot == (tokens <= 2)  # four tokens have 8 choices, and 5.5 experts, whose weights are large

@@ -49,7 +49,12 @@ def test_a_shipped_profile_decides(path: Path) -> None:
         layer = known[shape]
         evidence = lookup.find_measurements(layer, card, chosen)
         decision = decide(layer, card, chosen, measurements=evidence)
-        assert evidence is not None and "the shipped profile" in evidence.source and decision.measured is not None
+        assert evidence is not None and decision.measured is not None
+        if "the shipped profile" not in evidence.source:
+            # So many times of ours were dropped that it is predicted, not measured, beside the others.
+            assert decision.backend in QUANTIZING and decision.why == "predicted"
+            assert any("does not suffice" in each for each in evidence.remarks), evidence.remarks
+            continue
         # Where a rule now chooses another tile, a time of ours was dropped, and is filled in.
         counts = {name: {each.tokens for each in found.samples(shape) if each.backend == name} for name in QUANTIZING}
         most = {each.tokens for each in found.samples(shape) if not each.failure}
@@ -61,7 +66,8 @@ def test_a_shipped_profile_decides(path: Path) -> None:
         for backend, timing in entry.backends.items():
             counts = sorted(map(int, timing.times.get("uniform", {})))
             if len(counts) >= 10:
-                assert counts[0] == 1 and counts[-1] * MAX_TOKEN_RATIO >= largest, (entry.kernel_shape, backend)
+                whole = counts[0] == 1 or backend in QUANTIZING
+                assert whole and counts[-1] * MAX_TOKEN_RATIO >= largest, (entry.kernel_shape, backend)
 
 
 def test_the_h200_has_profiles_of_many_layers_and_none_twice() -> None:

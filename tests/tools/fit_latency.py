@@ -7,10 +7,10 @@
                                                  the rest
 
 Reads the shipped profiles of `GPUS`, of the first one's Triton, and `tests/golden/h200/unlisted-*.jsonl`
-(`tests.gpu.unlisted_layers`), without backends whose kernels have changed since. Parameters are positive, so their
-logarithms are fitted, by Levenberg-Marquardt with a Huber-like weight on the logarithm of predicted over measured time.
-A weak prior holds parameters that a backend's times do not determine. Errors are from fits that leave out one model
-family (number of experts and hidden size) at a time, on all GPUs.
+(`tests.gpu.unlisted_layers`), without backends whose kernels or tiles have changed since. Parameters are positive, so
+their logarithms are fitted, by Levenberg-Marquardt with a Huber-like weight on the logarithm of predicted over measured
+time. A weak prior holds parameters that a backend's times do not determine. Errors are from fits that leave out one
+model family (number of experts and hidden size) at a time, on all GPUs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.unlisted_layers import LAYERS
+from tests.tools.kernel_choices import UNLISTED, is_still_chosen, known_replaced
 from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.devices.catalog import find_spec
 from vllm_moe_oracle.measurements import latency_model as model
@@ -42,7 +43,6 @@ from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.settings import Settings
 
 ROOT = Path(__file__).parents[2]
-UNLISTED = sorted((ROOT / "tests/golden/h200").glob("unlisted-*.jsonl"))
 FREELY_ROUTED = ("unlisted-1-", "unlisted-2-")
 """Files of the benchmark from before `random_weights` gave a rank the slots that are expected."""
 SETTLED_SLOTS = 32
@@ -97,13 +97,17 @@ def read_rows(gpus: Sequence[str] = GPUS) -> list[Row]:
         if _is_fitted(row.shape):
             rows.setdefault((row.gpu, row.shape, row.backend, row.tokens), row)
 
-    fitted = _fitted_stack()
-    for each in profile.shipped():
+    fitted, known = _fitted_stack(), known_replaced()
+    for path in sorted(profile.SHIPPED_FOLDER.glob("nvidia_*.json")):
+        each = profile.read(path)
         if each.environment.gpu not in gpus or not same_kernel_code(each.environment, fitted):
             continue
         for entry in each.entries:
             for name, times in entry.backends.items():
+                gone = known.get(path.name, {}).get(f"{entry.kernel_shape}: {name}", {})
                 for tokens, (us, *_) in times.times.get("uniform", {}).items():
+                    if tokens in gone:  # of a tile that the kernels no longer choose
+                        continue
                     add(Row(entry.kernel_shape, name, int(tokens), us, times.router, each.environment.gpu))
     for path in UNLISTED if GPUS[0] in gpus else ():
         there, _, found = read_samples(path)
@@ -116,6 +120,7 @@ def read_rows(gpus: Sequence[str] = GPUS) -> list[Row]:
                 if (
                     not sample.failure
                     and sample.backend not in changed
+                    and is_still_chosen(path, shape, sample.backend, sample.tokens)
                     and not (free and model.call_work(shape, row.tokens).slots < SETTLED_SLOTS)
                 ):
                     add(row)

@@ -199,6 +199,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         **{name: functools.partial(kernel_tables.part, name) for name in kernel_tables.PARTS},
         **serving_tables.PARTS,
         "tile search": tile_search_table.table,
+        "tile search, few tokens": tile_search_table.few_table,
         "batched": batched_table.table,
         "peers": peers_table.table,
     },

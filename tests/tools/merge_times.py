@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 
+from tests.tools import kernel_choices
 from vllm_moe_oracle.measurements import profile
 from vllm_moe_oracle.measurements.bench_records import read_samples
 from vllm_moe_oracle.measurements.environment import Environment
@@ -115,6 +116,8 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
         for path, each in made.items():
             profile.write(each, path)
+            again = {(f"{shape}: {one.backend}", str(one.tokens)) for shape, own in parts[path].items() for one in own}
+            kernel_choices.measured_again(path.name, again)
             layers = [found for shape, found in parts[path].items() if each.samples(shape)]
             taken = sum(not sample.failure for found in layers for sample in found)
             print(f"{path.name}: {taken} times of {len(layers)} layers; {len(parts[path]) - len(layers)} left out")

@@ -308,3 +308,40 @@ def test_the_rules_tiles_were_searched_beside_others_as_they_are_chosen_now(gpu:
         config = compare_tiles.chosen(weights, row["shape"], row["tokens"])
         assert " ".join(tune_kernels.describe(config).split()) == row["configs"][0], row
         assert row["best_us"] <= row["rule_us"] and row["searched"] > 1
+
+
+FEW = ROOT / "tests/golden/h200"
+
+
+def test_the_rules_tiles_of_few_tokens_are_those_that_were_searched() -> None:
+    ratios = tile_search_table.few_ratios()
+    assert len({layer for layer, _ in ratios}) >= 12 and len(ratios) == 3 * len({layer for layer, _ in ratios})
+    for row in json.loads((FEW / "tile-search-few.json").read_text())["rows"]:
+        weights = tune_kernels.stored(row["scheme"], row["shape"], "meta")
+        config = compare_tiles.chosen(weights, row["shape"], row["tokens"], rule=True)
+        assert tune_kernels.describe(config).replace("  ", "") == row["configs"][1], row
+
+
+def test_what_is_said_of_few_tokens_was_measured() -> None:
+    rows = json.loads((FEW / "tile-rule-6.json").read_text())["rows"]
+    few = [row for row in rows if row["configs"][1].strip().endswith("p")]
+    for row in rows:
+        weights = tune_kernels.stored(row["scheme"], row["shape"], "meta")
+        config = compare_tiles.chosen(weights, row["shape"], row["tokens"])
+        assert tune_kernels.describe(config).replace("  ", "") == row["configs"][1], row
+
+    def words(found: list[dict[str, Any]]) -> str:
+        ratios = [row["before"] / row["after"] for row in found]
+        mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+        return f"{len(ratios)} calls {mean:.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
+
+    longer = "16x64x256w4s3"
+    short = [row for row in rows if row["scheme"] == "mxfp8" and longer in row["configs"][0] and row not in few]
+    table = json.loads((FEW / "tile-table.json").read_text())["rows"]
+    left = []
+    for row in table:
+        weights = tune_kernels.stored(row["scheme"], row["shape"], "meta")
+        now = tune_kernels.describe(compare_tiles.chosen(weights, row["shape"], row["tokens"])).replace("  ", "")
+        left += [row] * (now == row["configs"][1])
+    said = (ROOT / "vllm_moe_oracle/kernels/EXPERIMENTS.md").read_text()
+    assert all(words(each) in said for each in (few, short, left)), [words(each) for each in (few, short, left)]

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.gpu import compare_tiles, tune_kernels
 from tests.lib import golden_files
 from tests.lib.samples import measured_card
 from tests.tools import kernel_choices, merge_times
@@ -147,3 +148,37 @@ def test_the_page_says_how_many_layers_are_shipped() -> None:
         failed.append(len(entries) - timed[-1])
     said = "of {} and {} layers, and why stock's layer failed in {} and {} more".format(*timed, *failed)
     assert said in " ".join(page.split())
+    accepted = sum(len(counts) for layers in kernel_choices.known_replaced().values() for counts in layers.values())
+    assert f"lists the {accepted} shipped times that are so" in " ".join(page.split())
+
+
+def test_a_time_stays_where_its_tiles_successor_was_no_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is measured again. A slower successor, another tile or another layer accepts nothing."""
+    layer, count = model_shapes.parse("mxfp8:qwen3-30b-a3b@tp2"), "256"
+    key = f"{kernel_shape_of(layer)}: hopper_mxfp8"
+    for name in ("GOLDEN", "REPLACED"):
+        path = getattr(kernel_choices, name)
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+        monkeypatch.setattr(kernel_choices, name, tmp_path / path.name)
+    kernel_choices.REPLACED.write_text("{}")
+    choices = json.loads(kernel_choices.GOLDEN.read_text())
+    choices[key][count] = "0" * 8
+    kernel_choices.GOLDEN.write_text(json.dumps(choices))
+    weights = tune_kernels.stored("mxfp8", "qwen3-30b-a3b@tp2", "meta")
+    now = tune_kernels.describe(compare_tiles.chosen(weights, "qwen3-30b-a3b@tp2", int(count)))
+    compared = tmp_path / "compared.json"
+
+    def accepted(**changes: object) -> int:
+        row = {"scheme": "mxfp8", "shape": "qwen3-30b-a3b@tp2", "tokens": int(count), "before": 105.0, "after": 100.0}
+        compared.write_text(json.dumps({"rows": [row | {"configs": ["", now]} | changes]}))
+        return kernel_choices.accept([compared])
+
+    for changes in ({"before": 95.0}, {"configs": ["", "16x16"]}, {"shape": "qwen3-30b-a3b"}, {"tokens": 128}):
+        assert accepted(**changes) == 0 and kernel_choices.changed() == [f"{key}, {count} tokens"]
+    assert accepted() > 0 and kernel_choices.changed() == []
+    known = kernel_choices.known_replaced()
+    # The H200's profile of Triton 3.6 names a tile of its own there.
+    assert set(known) == {"nvidia_h100.json", "nvidia_h200_triton3.8.json"}
+    assert all(each == {key: {count: 1.05}} for each in known.values())
+    kernel_choices.measured_again("nvidia_h100.json", {(key, count)})
+    assert kernel_choices.known_replaced() == known | {"nvidia_h100.json": {}}

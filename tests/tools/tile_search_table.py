@@ -14,6 +14,7 @@ from tests.lib.golden_files import FOLDER
 
 GPUS = {"H100": "h100", "H200": "h200"}
 TOKENS = (8, 32, 128, 512)
+FEW_TOKENS = (1, 2, 4)
 
 
 def rows(gpu: str) -> list[dict[str, Any]]:
@@ -36,9 +37,28 @@ def table() -> str:
         cells = [ratios.get((layer, gpu, tokens)) for gpu in GPUS for tokens in TOKENS]
         lines.append(f"| {layer} | {' | '.join('-' if each is None else f'{each:.2f}' for each in cells)} |")
     for gpu in GPUS:
-        own = [lost(row) for row in rows(gpu)]
-        mean = math.exp(math.fsum(map(math.log, own)) / len(own))
-        within = sum(each <= 1.05 for each in own)
-        words = f"{mean:.3f} in the geometric mean, {within} of {len(own)} within 5 %, {max(own):.2f} at most"
-        lines += ["", f"{gpu}: {words}."]
+        lines += ["", f"{gpu}: {_summary([lost(row) for row in rows(gpu)])}."]
     return "\n".join(lines)
+
+
+def few_ratios() -> dict[tuple[str, int], float]:
+    """The rule's time over the best configuration's by layer and number of tokens, 1 where they are the same; H200."""
+    found = json.loads((FOLDER / GPUS["H200"] / "tile-search-few.json").read_text())
+    timed = {(f"{row['scheme']}:{row['shape']}", row["tokens"]): row["after"] / row["before"] for row in found["rows"]}
+    cells = [each.rpartition(":") for each in found["searched"]]
+    return {(layer, int(tokens)): timed.get((layer, int(tokens)), 1.0) for layer, _, tokens in cells}
+
+
+def few_table() -> str:
+    """`few_ratios` as a table, and their mean."""
+    ratios = few_ratios()
+    lines = [f"| layer | {' | '.join(map(str, FEW_TOKENS))} |", "|---" * (1 + len(FEW_TOKENS)) + "|"]
+    for layer in dict.fromkeys(layer for layer, _ in ratios):
+        lines.append(f"| {layer} | {' | '.join(f'{ratios[layer, tokens]:.2f}' for tokens in FEW_TOKENS)} |")
+    return "\n".join([*lines, "", f"H200: {_summary([*ratios.values()])}."])
+
+
+def _summary(ratios: list[float]) -> str:
+    mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+    within = sum(each <= 1.05 for each in ratios)
+    return f"{mean:.3f} in the geometric mean, {within} of {len(ratios)} within 5 %, {max(ratios):.2f} at most"

@@ -10,6 +10,7 @@ import math
 import statistics
 
 from tests.tools import merge_times
+from tests.tools.kernel_choices import known_replaced
 
 GPU = "NVIDIA H200"
 OLD, NEW = "3.6.0", "3.8.0"
@@ -21,19 +22,23 @@ GROUPS = {
 }
 """Kernels, and how their backends' names start."""
 
-Key = tuple[str, str, int]
+Key = tuple[str, str, int, bool]
+"""Layer, backend, number of tokens, and whether the tile has been replaced since."""
 
 
 def times(triton: str) -> dict[Key, float]:
-    """Microseconds by layer, backend and number of tokens of the shipped profiles, with the kernels' own tiles."""
-    found = merge_times.shipped_for(GPU, {"triton": triton}).values()
+    """Microseconds of the shipped profiles, with the kernels' own tiles of then."""
+    found, replaced = merge_times.shipped_for(GPU, {"triton": triton}), known_replaced()
     return {
-        (str(entry.kernel_shape), each.backend, each.tokens): each.us
-        for profile in found
+        (
+            str(entry.kernel_shape), each.backend, each.tokens,
+            str(each.tokens) in replaced.get(path.name, {}).get(f"{entry.kernel_shape}: {each.backend}", {}),
+        ): each.us
+        for path, profile in found.items()
         for entry in profile.entries
         for each in profile.samples(entry.kernel_shape)
         if each.routing == "uniform" and not each.failure and not each.tile
-    }
+    }  # fmt: skip
 
 
 def logarithms(starts: tuple[str, ...]) -> list[float]:

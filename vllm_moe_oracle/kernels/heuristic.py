@@ -40,25 +40,105 @@ _SMS = 132
 """Of an H100 SXM and an H200. Cards with fewer get the same tiles, which were not timed there."""
 
 
-def _tile_width(parts: float, rows: int, widths: tuple[int, ...]) -> int:
-    """The first of `widths` (weight rows of a tile) that gives `parts` matrices of `rows` rows enough programs.
+_HALVES = TileConfig(8, 64, 128, k_parts=2)
+_LONG_ROW = 2880
+"""Columns from which wide tiles pay later: half of a short row is few steps."""
+_PER_SLOT_4_BITS = (
+    (80, TileConfig(4, 16, 128, k_parts=4)),
+    (110, TileConfig(4, 32, 128, k_parts=4)),
+    (130, _HALVES),  # two programs for each SM
+    (160, TileConfig(8, 32, 128, k_parts=2, num_stages=3)),  # five
+    (256, _HALVES),
+)
+_PER_SLOT_4_BITS_LONG = (
+    (80, TileConfig(4, 16, 128, k_parts=4)),
+    (130, TileConfig(4, 32, 128, k_parts=4)),
+    (256, _HALVES),
+)
+_PER_SLOT_8_BITS = (
+    (55, TileConfig(4, 16, 128, k_parts=4)),
+    (95, TileConfig(4, 32, 128, k_parts=4, num_stages=3)),
+    (160, TileConfig(8, 32, 128, k_parts=2, num_stages=3)),
+    (320, TileConfig(8, 64, 64, k_parts=2)),
+)
+"""Tiles with `per_slot`, with the most weight rows for each SM that they are for."""
 
-    Too few programs leave memory idle, too many read activations more often. Over 6 shapes in 7 formats, the widest
-    tile with at least 330 programs is the fastest or within a few percent of it.
+
+def _per_slot_tile(weights: PackedWeights, slots: float, rows: int, columns: int, down: bool) -> TileConfig:
+    """The heuristic's tile with `per_slot`, by the weight rows that one SM reads.
+
+    Few rows take narrow tiles, whose columns are shared among warps, so that every SM has loads enough in flight; many
+    take wide ones. The numbers of rows are from times of 45 to 58 configurations of 25 layers at 1, 2 and 4 tokens.
+    Beside the rule before, 241 calls are 1.10 times as fast, 0.92 to 1.53 (`tests/golden/h200/tile-rule-6.json`).
     """
-    return next((width for width in widths if parts * -(-rows // width) >= _MIN_PROGRAMS), widths[-1])
+    share = slots * rows / _SMS
+    if tile := _loopless_tile(weights, share, columns, down):
+        return tile
+    four, long = code_bits(weights.format) == 4, columns >= _LONG_ROW
+    table = _PER_SLOT_8_BITS if not four else _PER_SLOT_4_BITS_LONG if long else _PER_SLOT_4_BITS
+    tile = next((tile for most, tile in table if share <= most), None)
+    if tile is None and four and not down and share <= 320:
+        tile = TileConfig(16, 64, 128)  # five programs for each SM, in one wave
+    if tile is None:
+        halves = four and _wave_cost(slots, rows, 64, 4) < _wave_cost(slots, rows, 128, 4)
+        tile = _HALVES if halves else _wide_tile(weights)
+    if columns >= LONG_K and ((down and share <= 80) or (four and share <= 50)):
+        tile = replace(tile, num_stages=6)
+    return tile if columns >= tile.bk * tile.k_parts else _HALVES
 
 
-def _per_slot_tile(weights: PackedWeights, slots: float, rows: int, columns: int) -> TileConfig:
-    """The heuristic's tile with `per_slot`."""
-    width = _tile_width(slots, rows, (128, 64, 32, 16))
-    if width == 128:
-        return _wide_tile(weights)
-    k_parts = {64: 2, 32: 4, 16: 4}[width]
-    if columns < 128 * k_parts:
-        return TileConfig(8, 64, 128, k_parts=2)
-    num_stages = 6 if width == 16 and columns >= LONG_K else 4
-    return TileConfig(16 // k_parts, width, 128, k_parts=k_parts, num_stages=num_stages)
+def _without_loop(width: int, k_parts: int, num_warps: int = 4) -> TileConfig:
+    return TileConfig(
+        16 // k_parts, width, 128, num_warps=num_warps, k_parts=k_parts, scale_accumulators=False, no_k_loop=True
+    )
+
+
+def _loopless_tile(weights: PackedWeights, share: float, columns: int, down: bool) -> TileConfig | None:
+    """A tile that loads all its weights at once, where these fit registers and it is faster than a loop.
+
+    Args:
+        weights: the layer.
+        share: weight rows for each SM.
+        columns: of the matrix.
+        down: the second GEMM.
+    """
+    four = code_bits(weights.format) == 4
+    if not down:
+        # Zero points take registers, too.
+        narrow = four and share <= 40 and columns % 1024 == 0 and weights.w13.zeros is None
+        return _without_loop(16, 8, num_warps=8) if narrow else None
+    if columns % 128:  # parts that are not whole steps cost more than is saved
+        return None
+    if columns <= 512:
+        if columns == 512:
+            return _without_loop(64, 2) if share <= 200 or not four else _without_loop(64, 1)
+        return _without_loop(64, 1) if four or columns <= 384 else None
+    if not four:
+        return _without_loop(32, 2) if columns in (768, 1024) and share <= 200 else None
+    # Fewer than 90 rows are not enough programs of 64.
+    if columns in (1024, 1536, 2048) and share <= (160 if columns > 1024 else 90):
+        return _without_loop(16, 4)
+    return _without_loop(64, 1) if columns <= 1408 and 90 < share <= (256 if columns <= 1024 else 200) else None
+
+
+def _top_k_tile(weights: PackedWeights, top_k: int, tokens: int) -> TileConfig | None:
+    """The second GEMM's tile that adds up a token's choices, where that is faster than one launch more.
+
+    Its threads hold the weights of 16 rows of all choices, which limits the columns.
+    """
+    columns, choices = weights.intermediate, 1 << (top_k - 1).bit_length()
+    if columns % 128 or choices not in (8, 16):
+        return None
+    tile = TileConfig(1, 16, 128, num_warps=8, scale_accumulators=False, no_k_loop=True, fused_topk=True)
+    if code_bits(weights.format) == 8:
+        return tile if tokens == 1 and choices * columns <= 8 * 768 else None
+    if tokens == 2:
+        return tile if choices == 8 and 512 < columns <= 1024 else None
+    if tokens > 2 or choices * columns > (8 * 1408 if choices == 8 else 4096):
+        return None
+    if choices * columns <= 8 * 384:
+        return replace(tile, num_warps=4)
+    return replace(tile, k_parts=2) if columns % 256 == 0 and columns <= 1024 else tile
 
 
 def _wide_tile(weights: PackedWeights) -> TileConfig:
@@ -89,8 +169,12 @@ def _few_rows_tile(weights: PackedWeights, active: float, rows: int, columns: in
     integers = weights.format.startswith("int")
     long = columns >= LONG_K
     programs = active * -(-rows // 128)
-    one_wave = active * -(-rows // 64) <= 5 * _SMS
-    narrow = TileConfig(16, 64, 256, num_stages=3) if long and not (four and one_wave) else TileConfig(16, 64, 128)
+    share = active * -(-rows // 64) / _SMS  # programs of narrow tiles for each SM
+    # Long steps load more at once, and short ones leave room for more programs: with 3 to 4 in 8 bits, long steps need
+    # a second wave (15 calls are 1.07 times as fast with short ones, 0.98 to 1.16;
+    # `tests/golden/h200/tile-rule-6.json`).
+    short_steps = share <= 5 and (down or share > 2.3) if four else 3 < share <= 4
+    narrow = TileConfig(16, 64, 256, num_stages=3) if long and not short_steps else TileConfig(16, 64, 128)
     narrow_cost = 1.0 if four and integers else 1.06 if four else 1.03 if down else 0.97
     # Programs of a tile that one SM holds at once by their shared memory and registers, and what a tile costs beside
     # others in full waves, from times of an H200.
@@ -148,8 +232,8 @@ def _shared_columns(weights: PackedWeights, load: Load, tile: TileConfig, tiles_
     """The second GEMM's tile, its columns shared among up to eight programs while these leave SMs without work.
 
     One or two experts of 14336 columns are 32 to 128 programs. Each shares at least 1024 columns, and all together are
-    at most `tiles_per_sm` tiles of 128 rows for each SM, half as many in steps of 256 columns. With three, 137 calls of
-    one to four experts with 4864 to 32768 columns are 1.42 times as fast as without, 0.98 to 2.12
+    at most `tiles_per_sm` tiles of 128 rows for each SM, half as many in steps of 256 columns. With three, 125 calls of
+    one to four experts with 4864 to 32768 columns are 1.44 times as fast as without, 0.98 to 2.12
     (`tests/golden/h100/tile-rule-3.json`).
     """
     if weights.intermediate < LONG_K or load.slots < 1 or tile.bm_rest or tile.n_tiles > 1 or tile.no_k_loop:
@@ -205,13 +289,11 @@ def heuristic_config(weights: PackedWeights, top_k: int, tokens: int) -> LaunchC
     load = expected_load(weights.experts, weights.num_experts, top_k, tokens)
     # With more than 1.25 slots per active expert, it is faster to multiply the slots of one expert together.
     if tokens <= 4 and load.rows <= 1.25:
-        up = _per_slot_tile(weights, load.slots, weights.w13.rows, weights.hidden)
-        down = _per_slot_tile(weights, load.slots, weights.hidden, weights.intermediate)
-        choices = 1 << (top_k - 1).bit_length()
-        # 256 threads hold the weights of 16 rows of all choices in at most 96 registers each.
-        fits = choices * 16 * weights.intermediate * code_bits(weights.format) <= 96 * 32 * 256
-        if tokens <= 2 and fits and weights.intermediate % 128 == 0 and 8 <= choices <= 16:
-            down = TileConfig(1, 16, 128, num_warps=8, scale_accumulators=False, no_k_loop=True, fused_topk=True)
+        slots = max(1.0, load.slots)
+        up = _per_slot_tile(weights, slots, weights.w13.rows, weights.hidden, False)
+        down = _top_k_tile(weights, top_k, tokens) or _per_slot_tile(
+            weights, slots, weights.hidden, weights.intermediate, True
+        )
         return LaunchConfig(up, down, per_slot=True)
     # Programs that keep h pay for a second block of 16 rows with little.
     swept = _swept_tiles(weights, load.active) if tokens > 4 else 1
