@@ -199,15 +199,25 @@ def test_many_missing_times_are_not_filled_in(tmp_path: Path, monkeypatch: pytes
     assert f"{OWN}: measured at 32 and next at 1024 tokens, which is too wide a gap" in made.explanation
 
 
-def test_others_times_do_not_decide_against_a_backend_that_lacks_many(tmp_path: Path) -> None:
-    """As after an unfinished run: it would lose to what was measured, though it is predicted to be faster."""
-    made = decided(tmp_path, *times(HUMMING, 50), *times(MARLIN, 40), *lacking(64, 128, 256, 512))
-    assert (made.backend, made.why) == (OWN, "predicted")
-    words = f"does not suffice: {OWN}, predicted to be faster, was measured at 32 and next at 1024 tokens"
-    assert words in made.explanation
-    slower = [each for each in times(MARLIN, 40) if each.tokens not in (64, 128, 256, 512)]
-    made = decided(tmp_path / "slower", *times(HUMMING, 50), *slower, *times(OWN, 30))
-    assert (made.backend, made.why) == (OWN, "measured")
+@pytest.mark.parametrize(
+    ("marlin", "own", "lacks", "winner", "why"),
+    [
+        (40, 10, (64, 128, 256, 512), OWN, "predicted"),
+        (10, 30, (64, 128, 256, 512), MARLIN, "measured"),  # slower wherever both were measured
+        (40, 120, (64, 128, 256, 512), MARLIN, "measured"),
+        (40, 1200, COUNTS[1:], MARLIN, "measured"),  # one time, far above the predicted one
+        (40, 39.5, (64, 128, 256, 512), MARLIN, "measured"),  # faster by less than the prediction's error
+    ],
+)
+def test_others_times_do_not_decide_against_a_backend_with_too_few(
+    tmp_path: Path, marlin: float, own: float, lacks: tuple[int, ...], winner: str, why: str
+) -> None:
+    """As after an unfinished run, or where times were taken out: by what it has, the rest is predicted."""
+    few = times(OWN, own, tuple(count for count in COUNTS if count not in lacks))
+    made = decided(tmp_path, *times(HUMMING, 50), *times(MARLIN, marlin), *few)
+    assert (made.backend, made.why) == (winner, why)
+    said = f"{OWN} was measured at 8 of 12 numbers of tokens, 4 predicted (64, 128, 256, 512)"
+    assert (said in made.explanation) is (winner == OWN)
 
 
 def test_without_a_prediction_a_time_is_interpolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,8 @@ def test_what_tune_measured_has_both_routings_and_ten_numbers_of_tokens() -> Non
         assert not any(name.startswith("hopper") for name in failed), entry.kernel_shape
         assert any(name.startswith("hopper") for name in measured) and len(measured) >= 2, entry.kernel_shape
         for backend, timing in measured.items():
-            assert {kind: len(counts) >= 10 for kind, counts in timing.times.items()} == {
+            least = 9 if backend in QUANTIZING else 10  # times of ours are taken out where the tile changed
+            assert {kind: len(counts) >= least for kind, counts in timing.times.items()} == {
                 "uniform": True,
                 "skewed": True,
             }

@@ -7,10 +7,11 @@
                                                  the rest
 
 Reads the shipped profiles of `GPUS`, of the first one's Triton, and `tests/golden/h200/unlisted-*.jsonl`
-(`tests.gpu.unlisted_layers`), without backends whose kernels or tiles have changed since. Parameters are positive, so
-their logarithms are fitted, by Levenberg-Marquardt with a Huber-like weight on the logarithm of predicted over measured
-time. A weak prior holds parameters that a backend's times do not determine. Errors are from fits that leave out one
-model family (number of experts and hidden size) at a time, on all GPUs.
+(`tests.gpu.unlisted_layers`), without backends whose kernels or tiles have changed since. A profile's time of a tile
+that was replaced counts divided by how many times as fast its successor was (`tests.tools.kernel_choices --accept`).
+Parameters are positive, so their logarithms are fitted, by Levenberg-Marquardt with a Huber-like weight on the
+logarithm of predicted over measured time. A weak prior holds parameters that a backend's times do not determine. Errors
+are from fits that leave out one model family (number of experts and hidden size) at a time, on all GPUs.
 """
 
 from __future__ import annotations
@@ -106,8 +107,7 @@ def read_rows(gpus: Sequence[str] = GPUS) -> list[Row]:
             for name, times in entry.backends.items():
                 gone = known.get(path.name, {}).get(f"{entry.kernel_shape}: {name}", {})
                 for tokens, (us, *_) in times.times.get("uniform", {}).items():
-                    if tokens in gone:  # of a tile that the kernels no longer choose
-                        continue
+                    us /= gone.get(tokens, 1.0)  # what the tile that is chosen now takes
                     add(Row(entry.kernel_shape, name, int(tokens), us, times.router, each.environment.gpu))
     for path in UNLISTED if GPUS[0] in gpus else ():
         there, _, found = read_samples(path)

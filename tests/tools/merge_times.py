@@ -36,7 +36,8 @@ def merged(shipped: profile.Profile, environment: Environment, new: dict[KernelS
     """A profile with new samples.
 
     Raises:
-        ValueError: the samples ran on another GPU, or with other packages or kernels.
+        ValueError: the samples ran on another GPU, or with other packages or kernels; or some of a layer's times
+            include the router and others do not.
     """
     if environment.key != shipped.environment.key:
         raise ValueError(f"the benchmark ran on {environment.key}, the profile's times on {shipped.environment.key}")
@@ -46,6 +47,8 @@ def merged(shipped: profile.Profile, environment: Environment, new: dict[KernelS
     }
     for shape, found in new.items():
         samples.setdefault(shape, {}).update({each.key: each for each in found if not each.failure})
+        if len({each.router for each in samples[shape].values() if not each.failure}) > 1:
+            raise ValueError(f"{shape}: times with the router beside times without; time all backends of the layer")
         backends = {(each.backend, each.activations) for each in samples[shape].values()}
         counts = sorted({each.tokens for each in samples[shape].values()})
         gap = any(high > MAX_TOKEN_RATIO * low for low, high in pairwise(counts)) and not shipped.samples(shape)
@@ -116,7 +119,12 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
         for path, each in made.items():
             profile.write(each, path)
-            again = {(f"{shape}: {one.backend}", str(one.tokens)) for shape, own in parts[path].items() for one in own}
+            again = {
+                (f"{shape}: {one.backend}", str(one.tokens))
+                for shape, own in parts[path].items()
+                for one in own
+                if not one.failure and one.key in {known.key for known in each.samples(shape)}
+            }
             kernel_choices.measured_again(path.name, again)
             layers = [found for shape, found in parts[path].items() if each.samples(shape)]
             taken = sum(not sample.failure for found in layers for sample in found)

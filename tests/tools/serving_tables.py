@@ -242,9 +242,9 @@ def golden_turns(run: dict[str, Any]) -> dict[str, Any]:
     return {"conditions": run["conditions"] | {"command": _command(run)}, "model": model, "turns": turns}
 
 
-def saved_by_layers(row: dict[str, Any], batch: int, conditions: dict[str, Any]) -> float:
+def saved_by_layers(row: dict[str, Any], batch: int, conditions: dict[str, Any]) -> float | None:
     """Milliseconds by which a step should be shorter, by the GPU's shipped times of the layers: of the static choice,
-    which is stock's kernel, and of the backend that was chosen.
+    which is stock's kernel, and of the backend that was chosen. None below the fewest tokens that one was timed at.
 
     Args:
         row: of `golden_ranks`.
@@ -268,6 +268,8 @@ def saved_by_layers(row: dict[str, Any], batch: int, conditions: dict[str, Any])
                 times.setdefault(each.backend, {})[each.tokens] = each.us
     ours = row["modes"][1]
     (backend,) = ours["backends"]
+    if batch < max(min(times[each]) for each in (stock, backend)):
+        return None
     before, after = (LatencyCurve({"uniform": times[each]}).time_at("uniform", batch) for each in (stock, backend))
     return (before - after) * ours["layers"] / 1e3
 
@@ -292,7 +294,8 @@ def ranks_table(found: dict[str, Any]) -> str:
                 ]
                 noise = sum(mode["noise_ms"][batch] for mode in both if mode)
                 saved = f"{stock['decode_ms'][batch] - ours['decode_ms'][batch]:+.2f}" if "-" not in cells else "-"
-                aim = f"{saved_by_layers(row, int(batch), found['conditions']):+.2f}" if routing == "uniform" else ""
+                aim = saved_by_layers(row, int(batch), found["conditions"]) if routing == "uniform" else None
+                aim = "" if aim is None else f"{aim:+.2f}"
                 lines.append(f"| {where} | {routing} | {batch} | {' | '.join(cells)} | {saved} | {noise:.2f} | {aim} |")
             both = [str(mode.get("prefill_tokens_per_second", "-")) for mode in (stock, ours)]
             fills.append(f"| {where} | {routing} | {' | '.join(both)} |")

@@ -45,6 +45,17 @@ def test_new_times_replace_old_ones_and_everything_else_stays() -> None:
     assert [each.kernel_shape for each in made.entries] == [each.kernel_shape for each in SHIPPED.entries]
 
 
+def test_times_with_the_router_do_not_join_times_without() -> None:
+    """Where a backend routes tokens itself, all others' times include vLLM's routing kernel."""
+    old = next(each for each in by_key(SHIPPED, ENTRY.kernel_shape).values() if not each.failure)
+    other = msgspec.structs.replace(old, router=not old.router)
+    with pytest.raises(ValueError, match="with the router beside times without"):
+        merge_times.merged(SHIPPED, SHIPPED.environment, {ENTRY.kernel_shape: [other]})
+    for shipped in profile.shipped():
+        for entry in shipped.entries:
+            assert len({each.router for each in entry.backends.values()}) == 1, entry.kernel_shape
+
+
 def test_a_layer_where_nothing_is_chosen_is_left_out() -> None:
     """One kernel for each precision of activations: no time could change which one runs."""
     shape = msgspec.structs.replace(ENTRY.kernel_shape, hidden_size=64)
@@ -148,7 +159,13 @@ def test_the_page_says_how_many_layers_are_shipped() -> None:
         failed.append(len(entries) - timed[-1])
     said = "of {} and {} layers, and why stock's layer failed in {} and {} more".format(*timed, *failed)
     assert said in " ".join(page.split())
-    accepted = sum(len(counts) for layers in kernel_choices.known_replaced().values() for counts in layers.values())
+    accepted = 0
+    for name, layers in kernel_choices.known_replaced().items():
+        entries = {str(each.kernel_shape): each for each in profile.read(profile.SHIPPED_FOLDER / name).entries}
+        for key, counts in layers.items():
+            shape, _, backend = key.rpartition(": ")
+            assert counts.keys() <= entries[shape].backends[backend].times["uniform"].keys(), key
+            accepted += len(counts)
     assert f"lists the {accepted} shipped times that are so" in " ".join(page.split())
 
 

@@ -41,16 +41,16 @@ _SMS = 132
 
 
 _HALVES = TileConfig(8, 64, 128, k_parts=2)
-_LONG_ROW = 2880
-"""Columns from which wide tiles pay later: half of a short row is few steps."""
+_MANY_COLUMNS = 2880
+"""Columns from which tiles of 32 rows are the fastest up to 130 rows for an SM, not 110."""
 _PER_SLOT_4_BITS = (
     (80, TileConfig(4, 16, 128, k_parts=4)),
     (110, TileConfig(4, 32, 128, k_parts=4)),
-    (130, _HALVES),  # two programs for each SM
-    (160, TileConfig(8, 32, 128, k_parts=2, num_stages=3)),  # five
-    (256, _HALVES),
+    (130, _HALVES),  # up to two programs for each SM; beyond, a third would leave most SMs waiting for a few
+    (160, TileConfig(8, 32, 128, k_parts=2, num_stages=3)),  # up to five
+    (256, _HALVES),  # up to four
 )
-_PER_SLOT_4_BITS_LONG = (
+_PER_SLOT_4_BITS_MANY_COLUMNS = (
     (80, TileConfig(4, 16, 128, k_parts=4)),
     (130, TileConfig(4, 32, 128, k_parts=4)),
     (256, _HALVES),
@@ -61,28 +61,28 @@ _PER_SLOT_8_BITS = (
     (160, TileConfig(8, 32, 128, k_parts=2, num_stages=3)),
     (320, TileConfig(8, 64, 64, k_parts=2)),
 )
-"""Tiles with `per_slot`, with the most weight rows for each SM that they are for."""
+"""Tiles with `per_slot`, each with the most weight rows for an SM that it is for."""
 
 
 def _per_slot_tile(weights: PackedWeights, slots: float, rows: int, columns: int, down: bool) -> TileConfig:
     """The heuristic's tile with `per_slot`, by the weight rows that one SM reads.
 
-    Few rows take narrow tiles, whose columns are shared among warps, so that every SM has loads enough in flight; many
-    take wide ones. The numbers of rows are from times of 45 to 58 configurations of 25 layers at 1, 2 and 4 tokens.
+    Few rows take narrow tiles, whose columns are shared among warps, so that every SM has enough loads in flight; many
+    take wide ones. The numbers of rows are from times of 45 to 69 configurations of 25 layers at 1, 2 and 4 tokens.
     Beside the rule before, 241 calls are 1.10 times as fast, 0.92 to 1.53 (`tests/golden/h200/tile-rule-6.json`).
     """
-    share = slots * rows / _SMS
-    if tile := _loopless_tile(weights, share, columns, down):
+    rows_per_sm = slots * rows / _SMS
+    if tile := _loopless_tile(weights, rows_per_sm, columns, down):
         return tile
-    four, long = code_bits(weights.format) == 4, columns >= _LONG_ROW
-    table = _PER_SLOT_8_BITS if not four else _PER_SLOT_4_BITS_LONG if long else _PER_SLOT_4_BITS
-    tile = next((tile for most, tile in table if share <= most), None)
-    if tile is None and four and not down and share <= 320:
+    four, many = code_bits(weights.format) == 4, columns >= _MANY_COLUMNS
+    table = _PER_SLOT_8_BITS if not four else _PER_SLOT_4_BITS_MANY_COLUMNS if many else _PER_SLOT_4_BITS
+    tile = next((tile for most, tile in table if rows_per_sm <= most), None)
+    if tile is None and four and not down and rows_per_sm <= 320:
         tile = TileConfig(16, 64, 128)  # five programs for each SM, in one wave
     if tile is None:
         halves = four and _wave_cost(slots, rows, 64, 4) < _wave_cost(slots, rows, 128, 4)
         tile = _HALVES if halves else _wide_tile(weights)
-    if columns >= LONG_K and ((down and share <= 80) or (four and share <= 50)):
+    if columns >= LONG_K and ((down and rows_per_sm <= 80) or (four and rows_per_sm <= 50)):
         tile = replace(tile, num_stages=6)
     return tile if columns >= tile.bk * tile.k_parts else _HALVES
 
@@ -93,32 +93,32 @@ def _without_loop(width: int, k_parts: int, num_warps: int = 4) -> TileConfig:
     )
 
 
-def _loopless_tile(weights: PackedWeights, share: float, columns: int, down: bool) -> TileConfig | None:
+def _loopless_tile(weights: PackedWeights, rows_per_sm: float, columns: int, down: bool) -> TileConfig | None:
     """A tile that loads all its weights at once, where these fit registers and it is faster than a loop.
 
     Args:
         weights: the layer.
-        share: weight rows for each SM.
+        rows_per_sm: weight rows for each SM.
         columns: of the matrix.
         down: the second GEMM.
     """
     four = code_bits(weights.format) == 4
     if not down:
-        # Zero points take registers, too.
-        narrow = four and share <= 40 and columns % 1024 == 0 and weights.w13.zeros is None
+        # Zero points take registers, too; 7168 columns were the most that were timed.
+        narrow = four and rows_per_sm <= 40 and columns % 1024 == 0 and columns <= 7168 and weights.w13.zeros is None
         return _without_loop(16, 8, num_warps=8) if narrow else None
     if columns % 128:  # parts that are not whole steps cost more than is saved
         return None
     if columns <= 512:
         if columns == 512:
-            return _without_loop(64, 2) if share <= 200 or not four else _without_loop(64, 1)
+            return _without_loop(64, 2) if rows_per_sm <= 200 or not four else _without_loop(64, 1)
         return _without_loop(64, 1) if four or columns <= 384 else None
     if not four:
-        return _without_loop(32, 2) if columns in (768, 1024) and share <= 200 else None
+        return _without_loop(32, 2) if columns in (768, 1024) and rows_per_sm <= 200 else None
     # Fewer than 90 rows are not enough programs of 64.
-    if columns in (1024, 1536, 2048) and share <= (160 if columns > 1024 else 90):
+    if columns in (1024, 1536, 2048) and rows_per_sm <= (160 if columns > 1024 else 90):
         return _without_loop(16, 4)
-    return _without_loop(64, 1) if columns <= 1408 and 90 < share <= (256 if columns <= 1024 else 200) else None
+    return _without_loop(64, 1) if columns <= 1408 and 90 < rows_per_sm <= (256 if columns <= 1024 else 200) else None
 
 
 def _top_k_tile(weights: PackedWeights, top_k: int, tokens: int) -> TileConfig | None:
@@ -138,7 +138,7 @@ def _top_k_tile(weights: PackedWeights, top_k: int, tokens: int) -> TileConfig |
         return None
     if choices * columns <= 8 * 384:
         return replace(tile, num_warps=4)
-    return replace(tile, k_parts=2) if columns % 256 == 0 and columns <= 1024 else tile
+    return replace(tile, k_parts=2) if choices == 8 and columns % 256 == 0 and columns <= 1024 else tile
 
 
 def _wide_tile(weights: PackedWeights) -> TileConfig:
@@ -169,11 +169,11 @@ def _few_rows_tile(weights: PackedWeights, active: float, rows: int, columns: in
     integers = weights.format.startswith("int")
     long = columns >= LONG_K
     programs = active * -(-rows // 128)
-    share = active * -(-rows // 64) / _SMS  # programs of narrow tiles for each SM
+    programs_per_sm = active * -(-rows // 64) / _SMS  # programs of narrow tiles for each SM
     # Long steps load more at once, and short ones leave room for more programs: with 3 to 4 in 8 bits, long steps need
     # a second wave (15 calls are 1.07 times as fast with short ones, 0.98 to 1.16;
     # `tests/golden/h200/tile-rule-6.json`).
-    short_steps = share <= 5 and (down or share > 2.3) if four else 3 < share <= 4
+    short_steps = programs_per_sm <= 5 and (down or programs_per_sm > 2.3) if four else 3 < programs_per_sm <= 4
     narrow = TileConfig(16, 64, 256, num_stages=3) if long and not short_steps else TileConfig(16, 64, 128)
     narrow_cost = 1.0 if four and integers else 1.06 if four else 1.03 if down else 0.97
     # Programs of a tile that one SM holds at once by their shared memory and registers, and what a tile costs beside

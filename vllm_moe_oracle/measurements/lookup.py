@@ -83,10 +83,8 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
                     continue
                 measured = _measurement_set(f"{name} ({valid.environment})", valid.samples, problem)
                 measured = _usable_here(measured, valid, here, failures, remarks)
-                measured = fill_missing(measured, _compared_backends(judged), predicted_here)
-                why = _why_undecided(measured, judged, settings) or _why_incomplete(
-                    measured, judged, settings, predicted_here
-                )
+                measured = _completed(measured, _compared_backends(judged), settings, predicted_here)
+                why = _why_undecided(measured, judged, settings)
         except (MeasurementError, SettingError) as error:
             remarks.append(sanitize(f"{name} is not used: {error}"))
             continue
@@ -174,26 +172,21 @@ def _why_undecided(measured: MeasurementSet, judged: tuple[Candidate, ...], sett
     return choice.explanation or f"{measured.source} has no times of these backends"
 
 
-def _why_incomplete(
-    measured: MeasurementSet, judged: tuple[Candidate, ...], settings: Settings, predict: Predict
-) -> str:
-    """Why measurements that decide are not believed: a backend that they have too few times of is predicted to be
-    faster than their winner, by more than the setting `min_time_saving` and the prediction's error. "" if there is
-    none."""
-    names, objective = _compared_backends(judged), parse_objective(settings.objective)
-    gaps = {
-        name: LatencyCurve(measured.known_times(name), measured.filled.get(name)).coverage_gap(objective)
+def _completed(measured: MeasurementSet, names: Sequence[str], settings: Settings, predict: Predict) -> MeasurementSet:
+    """Measurements with the missing times that can be filled in. Of a backend with too few times all are, if by them it
+    is faster than the choice without it, by more than their error: it would lose to what happened to be measured."""
+    found, objective = fill_missing(measured, names, predict), parse_objective(settings.objective)
+    incomplete = {
+        name
         for name in names
-        if name in measured.times and name not in measured.failures
+        if name in found.times and LatencyCurve(found.known_times(name), found.filled.get(name)).coverage_gap(objective)
     }
-    if not any(gaps.values()):
-        return ""
-    winner = choose_fastest(measured, names, objective, settings.min_time_saving).backend
-    contenders = [winner, *(name for name, gap in gaps.items() if gap)]
-    faster = choose_fastest(predict(contenders, latency_model.TOKENS), contenders, objective, settings.min_time_saving)
-    if faster.backend == winner:
-        return ""
-    return f"{measured.source} does not suffice: {faster.backend}, predicted to be faster, was {gaps[faster.backend]}"
+    if not incomplete:
+        return found
+    winner = choose_fastest(found, names, objective, settings.min_time_saving).backend
+    whole = fill_missing(measured, names, predict, incomplete)
+    rivals = [winner, *(name for name in names if name != winner)]
+    return whole if choose_fastest(whole, rivals, objective, settings.min_time_saving).backend in incomplete else found
 
 
 def _compared_backends(judged: tuple[Candidate, ...]) -> tuple[str, ...]:

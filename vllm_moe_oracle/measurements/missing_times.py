@@ -15,7 +15,9 @@ What is filled in:
 * Cells whose neighbors were measured, at most a factor of `MAX_TOKEN_RATIO` away: kernels change their tiles at every
   such step, so that farther times say nothing of this one. Where steps are so wide, of two missing cells side by side
   none is filled in.
-* At most `MAX_SHARE` of a backend's cells. More of them are an unfinished run, whose layer is to be measured.
+* At most `MAX_SHARE` of a backend's cells. More of them are an unfinished run, whose layer is to be measured. But where
+  such a backend would be chosen with all its cells predicted, by more than their error, the others' times do not decide
+  against it (`measurements.lookup`): then they are filled in, however far its measured ones are.
 * No cell of a backend that failed at any number of tokens (`MeasurementSet.failures`): it is not chosen at all.
 """
 
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..core.measurement_set import Latencies, MeasurementSet
 from ..oracle.measured_choice import MAX_TOKEN_RATIO
@@ -39,16 +41,19 @@ Predict = Callable[[Sequence[str], Sequence[int]], MeasurementSet]
 """Predicted times of backends at numbers of tokens, as `latency_model.predict` returns them."""
 
 
-def fill_missing(measured: MeasurementSet, names: Sequence[str], predict: Predict) -> MeasurementSet:
+def fill_missing(
+    measured: MeasurementSet, names: Sequence[str], predict: Predict, incomplete: Collection[str] = ()
+) -> MeasurementSet:
     """Measurements with the missing times that can be filled in, and a remark on each backend that has some.
 
     Args:
         measured: what was measured.
         names: backends that are compared with each other.
         predict: called once, where times are missing.
+        incomplete: backends of which every cell is filled in that the model predicts.
     """
     compared = {name: measured.times[name] for name in names if name in measured.times}
-    missing = {name: found for name, found in _missing_cells(compared).items() if found}
+    missing = {name: found for name, found in _missing_cells(compared, incomplete).items() if found}
     if not missing:
         return measured
     counts = {count for times in compared.values() for known in times.values() for count in known}
@@ -58,7 +63,10 @@ def fill_missing(measured: MeasurementSet, names: Sequence[str], predict: Predic
     remarks: list[str] = []
     for name, cells in missing.items():
         model = predicted.times.get(name, {}).get("uniform", {})
-        found = {routing: _filled_times(compared[name][routing], wanted, model) for routing, wanted in cells.items()}
+        found = {
+            routing: _filled_times(compared[name][routing], wanted, model, any_distance=name in incomplete)
+            for routing, wanted in cells.items()
+        }
         if found := {routing: times for routing, times in found.items() if times}:
             filled[name] = found
             errors[name] = predicted.cell_errors[name] if model else INTERPOLATION_ERROR
@@ -66,7 +74,7 @@ def fill_missing(measured: MeasurementSet, names: Sequence[str], predict: Predic
     return dataclasses.replace(measured, filled=filled, cell_errors=errors, remarks=(*measured.remarks, *remarks))
 
 
-def _missing_cells(compared: Mapping[str, Latencies]) -> dict[str, dict[str, list[int]]]:
+def _missing_cells(compared: Mapping[str, Latencies], incomplete: Collection[str]) -> dict[str, dict[str, list[int]]]:
     """By backend and routing the numbers of tokens at which it has no time and at least half of the others have one."""
     found: dict[str, dict[str, list[int]]] = {name: {} for name in compared}
     for routing in sorted({each for times in compared.values() for each in times}):
@@ -78,18 +86,21 @@ def _missing_cells(compared: Mapping[str, Latencies]) -> dict[str, dict[str, lis
         }
         for name, own in known.items():
             missing = sorted(cells - own)
-            if missing and len(missing) <= MAX_SHARE * len(cells):
+            if missing and (name in incomplete or len(missing) <= MAX_SHARE * len(cells)):
                 found[name][routing] = missing
     return found
 
 
-def _filled_times(known: Mapping[int, float], missing: Sequence[int], model: Mapping[int, float]) -> dict[int, float]:
+def _filled_times(
+    known: Mapping[int, float], missing: Sequence[int], model: Mapping[int, float], any_distance: bool
+) -> dict[int, float]:
     """The missing times whose neighbors are near enough, in microseconds by number of tokens.
 
     Args:
         known: measured times.
         missing: numbers of tokens.
         model: predicted times at all of these; empty if there are none.
+        any_distance: neighbors may be any distance away, if there is a model.
     """
     ratios = {count: math.log(us / model.get(count, 1.0)) for count, us in known.items()}
     found = {}
@@ -97,7 +108,8 @@ def _filled_times(known: Mapping[int, float], missing: Sequence[int], model: Map
         below = max((each for each in known if each < count), default=None)
         above = min((each for each in known if each > count), default=None)
         near = [each for each in (below, above) if each is not None]
-        if any(max(count / each, each / count) > MAX_TOKEN_RATIO for each in near) or not (model or len(near) == 2):
+        too_far = any(max(count / each, each / count) > MAX_TOKEN_RATIO for each in near)
+        if (too_far and not (any_distance and model)) or not (model or len(near) == 2):
             continue
         if below is not None and above is not None:
             part = math.log(count / below) / math.log(above / below)
