@@ -116,11 +116,13 @@ _NARROWER = {
     (16, 128): TileConfig(16, 64, 128),
     (16, 64): TileConfig(8, 64, 128, k_parts=2),
     (8, 64): TileConfig(4, 32, 128, k_parts=4),
+    (8, 32): TileConfig(4, 16, 128, k_parts=4),
     (4, 32): TileConfig(4, 16, 128, k_parts=4),
 }
 _WIDER = {
     (4, 16): TileConfig(4, 32, 128, k_parts=4),
     (4, 32): TileConfig(8, 64, 128, k_parts=2),
+    (8, 32): TileConfig(8, 64, 128, k_parts=2),
     (8, 64): TileConfig(16, 64, 128),
     (16, 64): TileConfig(16, 128, 128, num_stages=3, scale_accumulators=False),
 }
