@@ -214,11 +214,12 @@ def test_stock_s_times_are_shipped() -> None:
     assert {each.name for each in refused} >= {"mxfp8:gpt-oss-20b", "int4_g32:gpt-oss-120b"}
     table = (golden_files.FOLDER / "h200" / "choice.md").read_text(encoding="utf-8")
     own_run = table.partition("Choices by shipped times of another run")[2].partition("\n\nChoices")[0]
-    # The table is of the runs of choices.
+    # The table is of the runs of choices, all under one Triton.
     files = (golden_files.FOLDER / "h200").glob("choice*.jsonl")
     lines = [line for file in files for line in file.read_text().splitlines()]
     names = {record["layer"]["name"] for record in map(json.loads, lines) if "layer" in record}
-    h200 = [each for each in content.panels if each.environment.startswith("NVIDIA H200,") and each.name in names]
+    first = min(each.environment for each in content.panels if each.environment.startswith("NVIDIA H200,"))
+    h200 = [each for each in content.panels if each.environment == first and each.name in names]
     figures = dict(html_report.headline_figures(h200))
     assert figures["choices within 3% of the fastest backend"] in own_run
     assert figures["largest slowdown against the fastest"] in own_run

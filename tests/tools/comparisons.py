@@ -79,7 +79,13 @@ def comparison(found: list[tuple[dict[str, str], Environment, Layers]]) -> profi
     layers: Layers = {}
     for _, _, each in found:
         for shape, records in each.items():
-            layers.setdefault(shape, {}).update(records)
+            known = layers.setdefault(shape, {})
+            # A run of some backends alone does not replace one that has these and others beside stock.
+            known |= {
+                tokens: record
+                for tokens, record in records.items()
+                if tokens not in known or not record.us.keys() < known[tokens].us.keys()
+            }
     samples = {
         shape: [one for record in records.values() for one in _samples(record)] for shape, records in layers.items()
     }
