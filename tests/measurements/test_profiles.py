@@ -26,6 +26,8 @@ from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide
 
 SHIPPED = sorted(profile.SHIPPED_FOLDER.glob("nvidia_*.json"))
+TAKEN_OUT = "hopper_mxfp8_w8a8"
+"""Its tiles of 1 to 4 tokens changed, and were not compared with the ones before: these times were taken out."""
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -49,12 +51,7 @@ def test_a_shipped_profile_decides(path: Path) -> None:
         layer = known[shape]
         evidence = lookup.find_measurements(layer, card, chosen)
         decision = decide(layer, card, chosen, measurements=evidence)
-        assert evidence is not None and decision.measured is not None
-        if "the shipped profile" not in evidence.source:
-            # So many times of ours were dropped that it is predicted, not measured, beside the others.
-            assert decision.backend in QUANTIZING and decision.why == "predicted"
-            assert any("does not suffice" in each for each in evidence.remarks), evidence.remarks
-            continue
+        assert evidence is not None and "the shipped profile" in evidence.source and decision.measured is not None
         # Where a rule now chooses another tile, a time of ours was dropped, and is filled in.
         counts = {name: {each.tokens for each in found.samples(shape) if each.backend == name} for name in QUANTIZING}
         most = {each.tokens for each in found.samples(shape) if not each.failure}
@@ -66,8 +63,8 @@ def test_a_shipped_profile_decides(path: Path) -> None:
         for backend, timing in entry.backends.items():
             counts = sorted(map(int, timing.times.get("uniform", {})))
             if len(counts) >= 10:
-                whole = counts[0] == 1 or backend in QUANTIZING
-                assert whole and counts[-1] * MAX_TOKEN_RATIO >= largest, (entry.kernel_shape, backend)
+                first = 2 if backend == TAKEN_OUT else 1
+                assert counts[0] <= first and counts[-1] * MAX_TOKEN_RATIO >= largest, (entry.kernel_shape, backend)
 
 
 def test_the_h200_has_profiles_of_many_layers_and_none_twice() -> None:
@@ -90,7 +87,7 @@ def test_what_tune_measured_has_both_routings_and_ten_numbers_of_tokens() -> Non
         assert any(name.startswith("hopper") for name in measured) and len(measured) >= 2, entry.kernel_shape
         for backend, timing in measured.items():
             counts = {kind: len(found) for kind, found in timing.times.items()}
-            if backend in QUANTIZING:  # times of ours are taken out where the tile changed
+            if backend == TAKEN_OUT and min(counts.values()) < 10:
                 assert counts["uniform"] >= 9, entry.kernel_shape
             else:
                 assert counts.keys() == {"uniform", "skewed"} and min(counts.values()) >= 10
