@@ -37,9 +37,11 @@ def check(layer: str, tokens: int, config: LaunchConfig, **extra: Any) -> None:
             needed = launch_config.shared_memory_bytes(tile, format, group, columns, zero_points=zero_points)
             least = most = needed
             if tile.n_tiles > 1:
-                # Triton 3.9 brings h to registers a step at a time, through the same place, without the conversion. Of
-                # the factors of rows there is one more with each stage.
-                least -= 2 * tile.bm * (columns - tile.bk) + 2048 + 8 * tile.bn - 4 * tile.bn * (tile.num_stages - 1)
+                # Triton 3.9 brings h to registers a step at a time, through the same place, without the conversion.
+                # Where rows have factors, each stage but one has them, too.
+                least -= 2 * tile.bm * (columns - tile.bk) + 2048 + 8 * tile.bn
+                if launch[2]["HAS_ROW_SCALE"]:
+                    least += 4 * tile.bn * (tile.num_stages - 1)
             if tile.bm >= 64:  # handing over the results takes more
                 most = launch_config.MAX_SHARED_MEMORY
             assert least <= compiled.metadata.shared <= most, f"{name}: {needed} bytes expected: {config}"
