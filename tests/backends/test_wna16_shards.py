@@ -36,10 +36,11 @@ matters to them."""
 
 
 def cut_survives(backend: str, layer: Problem) -> bool:
-    """By counting: whether a rank's sizes are whole groups and whole words, and what the kernel wants."""
+    """By counting: whether each rank's sizes are whole groups and whole words, and what the kernel wants."""
     scheme, hidden, inner = layer.scheme, layer.hidden_size, layer.intermediate_size
+    last = layer.unsharded_intermediate_size - (layer.parallel.tp - 1) * inner
     word = max(WORDS[scheme.packing] * 8 // scheme.bits, 8 // scheme.bits)
-    if hidden % word or inner % word:
+    if hidden % word or inner % word or last % word:
         return False
     for size, multiple in zip((hidden, inner), MULTIPLES.get(backend, (1, 1)), strict=True):
         if size % multiple:
@@ -48,12 +49,12 @@ def cut_survives(backend: str, layer: Problem) -> bool:
         return True
     ordered = scheme.act_order == "group"
     if ordered and layer.parallel.tp > 1:  # every rank has all scales
-        inner = layer.unsharded_intermediate_size
+        inner = last = layer.unsharded_intermediate_size
     groups = [scheme.group_size]
     if not ordered:
         while groups[-1] % 2 == 0 and groups[-1] // 2 >= 32:
             groups.append(groups[-1] // 2)
-    return any(hidden % group == 0 and inner % group == 0 for group in groups)
+    return any(hidden % group == 0 and inner % group == 0 and last % group == 0 for group in groups)
 
 
 def about_shapes(backend: str, layer: Problem, device: Device) -> list[Reason]:

@@ -195,7 +195,7 @@ def contents_of(layer: Problem, seed: int = 0) -> Contents:
         groups = np.tile(np.arange(columns) // group, (experts, 1))
         if scheme.act_order == "group":
             groups = rng.permuted(groups, axis=1)
-        shape = (experts, rows, columns // group)
+        shape = (experts, rows, -(-columns // group))  # the last group may be shorter
         spread = np.exp2(rng.integers(-2, 3, shape))
         # Such that the layer's products are of the order of one.
         size = rng.uniform(0.5, 1.0, shape) * spread / (2**scheme.bits * np.sqrt(columns))

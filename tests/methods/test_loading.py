@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -202,13 +203,34 @@ def test_tensors_of_all_experts_are_a_rank_s_or_the_last_one_s(name: str, shape:
     [
         ("w13_weight", (1, 128, 32)), ("w13_weight", (4, 127, 32)), ("w13_weight", (4, 128, 1)),
         ("w2_weight", (4, 32, 32)), ("w2_weight", (4, 64, 8)), ("w13_bias", (1, 128)), ("w2_bias", (4, 32)),
-        ("w2_bias", (4, 1)),
+        ("w2_bias", (4, 1)), ("w2_bias", ()), ("w13_weight", ()), ("w13_weight", (32,)), ("w2_weight", (64, 32)),
     ],
 )  # fmt: skip
 def test_shapes_that_broadcast_are_refused(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(CheckpointError) as caught:
         all_experts(name, shape)
     assert str(list(shape)) in str(caught.value) and f"{MXFP4.layer}, experts.{name}" in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (32,), (96,), (96, 1), (4, 48, 32), (1, 96, 32), (4, 96, 32, 1)])
+@pytest.mark.parametrize(("name", "shard"), [("w13_weight", "w1"), ("w13_weight_scale", "w3")])
+def test_an_expert_s_tensor_of_other_dimensions_is_refused(name: str, shard: str, shape: tuple[int, ...]) -> None:
+    """vLLM's loader would broadcast it, or fill a part."""
+    parameter = torch.nn.Parameter(torch.zeros(4, 128, 32, dtype=torch.uint8), requires_grad=False)
+    load = functools.partial(weight_loading.validated_tensor, parameter, problem=MXFP4)
+    with pytest.raises(CheckpointError) as caught:
+        load(torch.zeros(shape, dtype=torch.uint8), weight_name=f"experts.{name}", shard_id=shard, expert_id=1)
+    assert f"{MXFP4.layer}, experts.{name}, expert 1, {shard}: " in str(caught.value)
+    assert f"has shape {list(shape)}, expected [96, 32]" in str(caught.value)
+    for good in ((96, 32), (4, 96, 32)):
+        load(torch.zeros(good, dtype=torch.uint8), weight_name=f"experts.{name}", shard_id=shard, expert_id=1)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4, 96), (96, 1)])
+def test_an_expert_s_bias_of_other_dimensions_is_refused(shape: tuple[int, ...]) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4, 128), requires_grad=False)
+    with pytest.raises(CheckpointError, match=r"expected \[96\]"):
+        weight_loading.validated_tensor(parameter, torch.zeros(shape), MXFP4, "experts.w13_bias", "w1", 0)
 
 
 def test_new_memory_is_filled_once_before_loading() -> None:

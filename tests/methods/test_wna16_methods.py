@@ -30,6 +30,7 @@ from vllm_moe_oracle.methods.compressed_tensors import CompressedTensorsConfig
 from vllm_moe_oracle.methods.wna16 import expert_layer_names
 from vllm_moe_oracle.quantization import parse_config
 from vllm_moe_oracle.quantization.types import GATED_PROJECTIONS, LayerNames, describe_format
+from vllm_moe_oracle.schemes._wna16_checkpoint import rank_shard
 
 SIZES = {"experts": 3, "top_k": 2, "hidden_size": 64, "intermediate_size": 128}
 FLOAT32 = 4e-6
@@ -207,6 +208,26 @@ def test_ranks_may_have_shares_of_whole_groups(packing: str, kind: dict[str, Any
         assert [layer.quant_method.decision.problem.intermediate_size for layer in layers] == [3 * group] * 2
         assert whole_of(layers, contents) < FLOAT32
         assert layers[1].quant_method.decision.problem.ragged_intermediate_size == 5 * group
+
+
+@pytest.mark.parametrize(("packing", "kind"), RAGGED)
+@pytest.mark.parametrize(("whole", "ranks", "share"), [(736, 2, 384), (1856, 8, 256)])
+def test_groups_of_different_shares_are_halved_until_they_divide_each(
+    packing: str, kind: dict[str, Any], whole: int, ranks: int, share: int
+) -> None:
+    # The first shares are multiples of the checkpoint's groups of 128; the last, 352 and 64 features, are not.
+    sizes = {"experts": 2, "top_k": 2, "hidden_size": 128, "intermediate_size": whole}
+    contents = contents_of(layer_of(packing, **kind | {"group": 128}, **sizes))
+    with moe.engine(ragged_shards=True):
+        layers = loaded(contents, ranks=ranks)
+        assert layers[-1].quant_method.decision.problem.intermediate_size == share
+        assert whole_of(layers, contents) < FLOAT32
+
+
+def test_a_share_of_a_part_of_a_slice_is_refused() -> None:
+    asked = layer_of("gptq", intermediate_size=48, tp=2)
+    with pytest.raises(CheckpointError, match="rank 1 has features 48 to 96 of 96, not a whole number of 3 slices"):
+        rank_shard(torch.ones(3, 64), "_scale", "w2", asked, "gptq", 1)
 
 
 def test_a_rank_of_expert_parallelism_takes_its_own_experts() -> None:

@@ -30,12 +30,14 @@ def loaded_group_size(problem: Problem) -> int:
 
     This is the checkpoint's group size, unless it does not divide a size. Integers' groups are halved then, and their
     scales are repeated, until they divide both sizes, but not below 32: vLLM's MoeWNA16, to which stock vLLM falls back
-    for GPTQ and AWQ files, does the same. With act order the features of a group are not contiguous, and the group
-    cannot be halved.
+    for GPTQ and AWQ files, does the same. Where shards differ, they must divide each. With act order the features of a
+    group are not contiguous, and the group cannot be halved.
     """
     group = problem.scheme.group_size
     if problem.scheme.name == "wna16" and not has_act_order(problem):
-        while group % 2 == 0 and group >= 64 and (problem.hidden_size % group or problem.intermediate_size % group):
+        # Of shards that differ, the last is the whole less multiples of the first.
+        sizes = (problem.hidden_size, problem.intermediate_size, problem.ragged_intermediate_size)
+        while group % 2 == 0 and group >= 64 and any(size % group for size in sizes):
             group //= 2
     return group
 
@@ -45,7 +47,8 @@ def describe_loaded_group(problem: Problem) -> str:
     group, loaded = problem.scheme.group_size, loaded_group_size(problem)
     if loaded == group:
         return ""
-    size = problem.intermediate_size if problem.intermediate_size % group else problem.hidden_size
+    sizes = (problem.intermediate_size, problem.hidden_size, problem.ragged_intermediate_size)
+    size = next(size for size in sizes if size % group)
     reason = f"{size} features are not a multiple of {group}"
     return f"scale groups of {group} are loaded as groups of {loaded}, because {reason}"
 
@@ -263,7 +266,7 @@ def _loader_shards_by_blocks(problem: Problem) -> bool:
 def shard_by_scale_groups(problem: Problem) -> Problem:
     """The problem with a shard of whole scale groups for each tensor-parallel rank, if equal shards would split one.
 
-    640 features in groups of 128 over 2 ranks are 384 and 256. The problem is returned unchanged for formats other than
+    160 features in groups of 32 over 2 ranks are 96 and 64. The problem is returned unchanged for formats other than
     integers, and if there is nothing to split or no such sharding.
     """
     group = loaded_group_size(problem)

@@ -173,7 +173,8 @@ def validated_tensor(
 
     Args:
         parameter: `[local_experts, ...]`.
-        tensor: one expert's tensor over all tensor-parallel ranks; or all experts' tensor on this rank (gpt-oss).
+        tensor: one expert's tensor over all tensor-parallel ranks, or a matrix of all this rank's; without a shard
+            all experts' tensor on this rank (gpt-oss).
         problem: the layer.
         weight_name: the parameter's name, for messages.
         shard_id: ``w1`` (gate), ``w2`` (down) or ``w3`` (up); None or "" for all experts.
@@ -200,13 +201,15 @@ def validated_tensor(
         raise CheckpointError(rule, remedy, where)
     if not shard_id:
         expected_shapes = _all_experts_shapes(parameter, problem, weight_name)
-        if tensor.ndim == parameter.ndim and tuple(tensor.shape) not in expected_shapes:
+        if tuple(tensor.shape) not in expected_shapes:
             words = " or ".join(str(list(shape)) for shape in dict.fromkeys(expected_shapes))
             rule = f"all experts' tensor has shape {list(tensor.shape)}, expected {words}"
             raise CheckpointError(rule, SHAPE_REMEDY, where)
         return tensor
     expected = _expert_shape(parameter, problem, shard_id)
-    if expected is not None and tensor.ndim == len(expected) and tuple(tensor.shape) != expected:
+    # vLLM's loader also takes a matrix of all experts.
+    whole = (parameter.shape[0], *expected) if expected is not None and parameter.ndim == 3 else expected
+    if expected is not None and tuple(tensor.shape) not in (expected, whole):
         rule = f"an expert's tensor has shape {list(tensor.shape)}, expected {list(expected)}"
         raise CheckpointError(rule, SHAPE_REMEDY, where)
     return tensor

@@ -200,5 +200,8 @@ def _repack(tensor: Tensor, suffix: str, problem: Problem, packing: str, layout:
 
 def _slice_shard(tensor: Tensor, dim: int, problem: Problem, rank: int) -> Tensor:
     size, whole = tensor.shape[dim], problem.unsharded_intermediate_size
-    share = shard_size(problem, rank)
-    return tensor.narrow(dim, rank * problem.intermediate_size * size // whole, share * size // whole)
+    first, share = rank * problem.intermediate_size, shard_size(problem, rank)
+    if first * size % whole or share * size % whole:
+        rule = f"rank {rank} has features {first} to {first + share} of {whole}, not a whole number of {size} slices"
+        raise CheckpointError(rule, "Choose another number of ranks, or --enable-expert-parallel", problem.layer)
+    return tensor.narrow(dim, first * size // whole, share * size // whole)
