@@ -239,6 +239,33 @@ def test_auto_round_gives_modules_the_other_mx_format(explain: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "activations"),
+    [({"act_bits": 4}, "mxfp4"), ({"act_bits": 8}, "mxfp8"), ({"act_bits": 16}, "16bit"), ({"act_bits": 32}, "16bit")],
+)
+def test_auto_round_says_what_inputs_are_quantized_to(explain: Any, changes: dict[str, Any], activations: str) -> None:
+    assert scheme(explain(QWEN3, {**AUTO_ROUND, **changes})) == ("mxfp4", "auto-round", activations)
+    # Modules of 8 bits beside them are W8A8 in vLLM, whatever the config says.
+    apart = {"extra_config": {"model.layers.1.mlp.experts": {"bits": 8}}}
+    schemes = {each.layer: each.scheme for each in explain(QWEN3, {**AUTO_ROUND, **changes, **apart}).problems}
+    assert schemes["model.layers.1.mlp.experts"].activations == "mxfp8"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"act_bits": 2}, "mx_fp of 4 bits with inputs of 2 bits"),
+        ({"bits": 8, "act_bits": 16}, "mx_fp of 8 bits with inputs of 16 bits"),
+        ({"group_size": 16}, "mx_fp of 4 bits in groups of 16"),
+        ({"sym": False}, "mx_fp of 4 bits with zero points"),
+        ({"packing_format": "auto_round:auto_gptq"}, "mx_fp of 4 bits packed as auto_round:auto_gptq"),
+    ],
+)
+def test_auto_round_mx_formats_that_vllm_refuses_are_named(explain: Any, changes: dict[str, Any], words: str) -> None:
+    found = explain(QWEN3, {**AUTO_ROUND, **changes})
+    assert not found.problems and set(found.unsupported_formats.values()) == {words}
+
+
+@pytest.mark.parametrize(
     "config",
     [
         {**QUARK, "global_quant_config": None},

@@ -153,11 +153,8 @@ def test_a_reload_without_a_tensor_is_refused(results: Results, route: str) -> N
 
 
 @each_model
-def test_loading_without_vllms_reload_is_a_fresh_load_or_an_error(results: Results, route: str, backend: str) -> None:
+def test_loading_without_vllms_reload_is_an_error(results: Results, route: str, backend: str) -> None:
+    """With the checkpoint's layout, too: nothing would look for damage, and a bias would count once for each rank."""
     steps = results[route, backend]
-    if (route, backend) == ("checkpoint", "emulation"):  # the layout of the checkpoint
-        assert "error" not in steps["loaded again"]
-        assert steps["loaded again"]["digests"] == results[route, "second"]["first"]["digests"]
-    else:
-        assert "LifecycleError: model.layers." in steps["loaded again"]["error"]
-        assert "in the kernel's layout already" in steps["loaded again"]["error"]
+    assert "LifecycleError: model.layers." in steps["loaded again"]["error"]
+    assert "in the kernel's layout already" in steps["loaded again"]["error"]

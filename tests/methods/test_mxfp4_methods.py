@@ -26,9 +26,11 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from tests.lib import checkpoints, vllm_runner
 from tests.lib.cases import problem
 from vllm_moe_oracle import methods
+from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.methods import dtypes, mxfp4
 from vllm_moe_oracle.methods.base import OracleMoEMethod
+from vllm_moe_oracle.methods.inc_mxfp4 import INCMxfp4MoEMethod
 
 CONFIGS = {"mxfp4": mxfp4.Mxfp4Config, "gpt_oss_mxfp4": mxfp4.GptOssMxfp4Config}
 METHODS = (mxfp4.Mxfp4MoEMethod, mxfp4.GptOssMxfp4MoEMethod)
@@ -85,6 +87,22 @@ def test_experts_of_gpt_oss_that_compressed_tensors_packed_are_refused(activatio
         made._refine_problem(asked)
     assert made._refine_problem(replace(asked, even_expert_split=False)).scheme == scheme
     assert made._refine_problem(replace(asked, scheme=mxfp4.mxfp4_scheme("gpt_oss"))).even_expert_split
+
+
+@pytest.mark.parametrize(
+    ("config", "activations"), [({"act_bits": 16}, "16bit"), ({"act_bits": 4}, "mxfp4"), ({}, "mxfp4")]
+)
+def test_inputs_have_the_precision_that_auto_round_declared(
+    config: dict[str, Any], activations: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = SimpleNamespace(quantization_config={"quant_method": "auto-round", "bits": 4, **config})
+    engine = SimpleNamespace(model_config=SimpleNamespace(hf_config=checkpoint))
+    monkeypatch.setattr(current_adapter(), "_last_engine", lambda: engine, raising=False)
+    asked = []
+    monkeypatch.setattr(OracleMoEMethod, "decide", lambda self, moe, scheme: asked.append(scheme))
+    made = INCMxfp4MoEMethod.__new__(INCMxfp4MoEMethod)
+    made.__init__(None)  # type: ignore[misc]
+    assert asked == [mxfp4.mxfp4_scheme("auto-round", activations)]
 
 
 @pytest.mark.parametrize("cpu", [True, False])

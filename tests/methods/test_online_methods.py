@@ -181,3 +181,56 @@ def test_the_setting_offers_exactly_the_rules_that_there_are() -> None:
     assert get_args(settings.ScaleRule) == get_args(mxfp8.ScaleRule) == RULES
     chosen: Any = settings.load({"MOE_ORACLE_MXFP8_SCALE_RULE": "llm-compressor"})
     assert chosen.mxfp8_scale_rule == "llm-compressor"
+
+
+# --- Biases ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("loaded", ["both", "one expert's not", "none"])
+def test_biases_are_loaded_and_never_what_new_memory_holds(
+    scheme: str, loaded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm")
+    from tests.lib import method_layers
+    from vllm_moe_oracle.backends.emulation import Emulation
+    from vllm_moe_oracle.compat.layer_context import set_current_layer
+    from vllm_moe_oracle.methods import online, online_mxfp4
+
+    class Layer(method_layers.Layer):
+        params_dtype = torch.bfloat16
+
+        def weight_loader(self, param: Any, tensor: Tensor, name: str, shard: str, expert: int) -> None:
+            data = param.data[expert]
+            half = len(data) // 2
+            (data if shard == "w2" else data[half:] if shard == "w3" else data[:half]).copy_(tensor)
+
+    monkeypatch.setattr(online, "initialize_online_processing", lambda layer: None)
+    method_layers.use_backends([Emulation()], monkeypatch)
+    method_class = {"mxfp8": online.Mxfp8OnlineMoEMethod, "mxfp4": online_mxfp4.Mxfp4OnlineMoEMethod}[scheme]
+    experts, hidden, inner = 4, 64, 32
+    with method_layers.moe_config({"self_check": "group"}, experts, hidden, inner) as config:
+        config.has_bias, layer = True, Layer()
+        with set_current_layer(layer):
+            method = method_class(moe=config)
+        method.create_weights(layer, experts, hidden, inner, torch.bfloat16, weight_loader=layer.weight_loader)
+        for name, parameter in list(layer.named_parameters()):  # as vLLM gives them memory
+            made = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=False)
+            made.data.view(torch.uint8).fill_(0x41)
+            made.__dict__.update(parameter.__dict__)
+            setattr(layer, name, made)
+        sizes = {"w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner)}
+        for expert in range(experts):
+            for shard, (rows, columns) in sizes.items():
+                tensors = {"weight": torch.ones(rows, columns), "bias": torch.full((rows,), 2.0)}
+                if loaded == "none" or (loaded != "both" and expert == 1):
+                    del tensors["bias"]
+                for kind, tensor in tensors.items():
+                    parameter = getattr(layer, f"{'w2' if shard == 'w2' else 'w13'}_{kind}")
+                    parameter.weight_loader(parameter, tensor.bfloat16(), f"experts.{kind}", shard, expert)
+        if loaded != "both":
+            with pytest.raises(CheckpointError, match=r"nothing was loaded into w13_bias, w2_bias|w13_bias.*NaN"):
+                method.process_weights_after_loading(layer)
+            return
+        method.process_weights_after_loading(layer)
+        assert bool((layer.w13_bias == 2.0).all()) and bool((layer.w2_bias == 2.0).all())

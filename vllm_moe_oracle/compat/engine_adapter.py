@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -68,6 +69,13 @@ class EngineAdapter:
         if engine is None or engine.model_config is None:
             return default
         return getattr(engine.model_config.hf_text_config, name, default)
+
+    def checkpoint_quantization(self) -> Mapping[str, Any]:
+        """``quantization_config`` of the checkpoint of the model that is being built; empty where it is unknown."""
+        engine = self._last_engine()
+        model = None if engine is None else engine.model_config
+        found = None if model is None else getattr(model.hf_config, "quantization_config", None)
+        return found if isinstance(found, Mapping) else {}
 
     def served_model(self) -> tuple[str, int] | None:
         """The model that is being built, as vLLM was told it, and its number of tensor-parallel ranks; None where no

@@ -419,9 +419,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
             offered += weight_storage.keep_names(layer, loaded, problem.local_experts)
         local_expert = functools.partial(self.adapter.local_expert, layer)
         for name in offered:
-            parameter = getattr(layer, name)
-            if not hasattr(parameter, "weight_loader"):
-                weight_storage.forbid_loading(parameter, problem.layer, local_expert)
+            # Those that the conversion leaves as they were, too: biases of other ranks have been set to zero.
+            weight_storage.forbid_loading(getattr(layer, name), problem.layer, local_expert)
         tensors = LayerTensors(layer, kernel_names)
         if self.moe_kernel is None:
             # Built once: a reload copies new values into the tensors that this kernel and captured graphs refer to.

@@ -7,7 +7,9 @@ from typing import Any
 
 from vllm.model_executor.layers.quantization.inc.schemes import inc_mxfp4_moe as stock
 
+from ..compat import current_adapter
 from ..core.problem import MX_BLOCK
+from ..quantization.auto_round import mx_activations
 from .mxfp4 import BaseMxfp4MoEMethod, mxfp4_scheme
 
 SERVES = {
@@ -18,9 +20,10 @@ SERVES = {
 
 
 class INCMxfp4MoEMethod(BaseMxfp4MoEMethod, stock.INCMxfp4MoEMethod):
-    """MoE layers in MXFP4 (W4A4); replaces the stock class of the same name."""
+    """MoE layers in MXFP4; replaces the stock class of the same name, which takes all for W4A4."""
 
     def __init__(self, moe: Any) -> None:
         # The stock constructor would choose a backend by the GPU alone.
         self.group_size = MX_BLOCK
-        self.decide(moe, mxfp4_scheme("auto-round", "mxfp4"))
+        declared = mx_activations(current_adapter().checkpoint_quantization(), "quantization_config")
+        self.decide(moe, mxfp4_scheme("auto-round", declared or "mxfp4"))

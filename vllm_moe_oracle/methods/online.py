@@ -172,7 +172,7 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
         registered = {
             own: getattr(layer, name) for own, name in self._parameter_names(shapes).items() if hasattr(layer, name)
         }
-        weight_loading.set_sentinel(registered, {"w13": _NAN_BYTE, "w2": _NAN_BYTE})
+        weight_loading.set_sentinel(registered, self._sentinels() | {"w13": _NAN_BYTE, "w2": _NAN_BYTE})
         self._set_state(layer, "raw")
         initialize_online_processing(layer)
 
@@ -180,7 +180,7 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
         """Quantizes the loaded weights, then converts them like those of a checkpoint. A second call does nothing.
 
         Raises:
-            CheckpointError: a weight is NaN or infinite, or was never loaded. Nothing has been converted.
+            CheckpointError: a weight or bias is NaN or infinite, or was never loaded. Nothing has been converted.
         """
         if self._is_processed(layer):
             return
@@ -190,7 +190,9 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
             if self.moe_kernel is not None or not self.adapter.uses_dummy_weights():
                 name = self.decision.problem.layer
                 with rank_sync.notify_on_failure(self.rank_group, f"the loaded weights of {name}"):
-                    weight_loading.check_all_loaded({f"{own}_weight": each for own, each in weights.items()}, name)
+                    parameters = dict(self.adapter.parameters(layer))
+                    weight_loading.check_all_loaded(parameters, name)
+                    weight_loading.fill_unloaded(parameters.values())
         else:
             weights = dict(zip(("w13", "w2"), self.get_weights_for_quantization(layer), strict=True))
         self._quantize(layer, weights)

@@ -6,7 +6,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..core.problem import MX_BLOCK, Scheme
+from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_integer, read_string, short_repr, shortened
 from .gptq import refused_linear_scheme
@@ -23,6 +23,8 @@ from .types import (
 
 _PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 """`Scheme.packing` of AutoRound's ``packing_format``."""
+_MX_PACKING = "auto_round:llm_compressor"
+"""The ``packing_format`` of MX formats."""
 
 
 def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
@@ -69,13 +71,43 @@ def _entry_format(config: Mapping[str, Any], where: str) -> Callable[[Mapping[st
             group = read_integer(fields, "group_size", where, default=128)
             zero_points = not read_boolean(fields, "sym", where, default=True)
             return Scheme("wna16", width, group, str(packing), zero_points)
-        if width == 4:
-            return Scheme("mxfp4", width, MX_BLOCK, "auto-round", activations="mxfp4")
-        if width == 8:
+        unread = _unread_mx(fields, where)
+        activations = mx_activations(config, where)
+        if width == 4 and activations is not None and not unread:
+            return Scheme("mxfp4", width, MX_BLOCK, "auto-round", activations=activations)
+        # vLLM looks at the inputs of a config of 8 bits alone.
+        if width == 8 and (bits == 4 or activations == "mxfp8") and not unread:
             return Scheme("mxfp8", width, MX_BLOCK, "auto-round", activations="mxfp8")
-        return UnsupportedFormat(f"{data_type} of {width} bits")
+        if not unread and width in (4, 8):
+            unread = f" with inputs of {config.get('act_bits')} bits"
+        return UnsupportedFormat(f"{data_type} of {width} bits{unread}")
 
     return format_of
+
+
+def mx_activations(config: Mapping[str, Any], where: str) -> ActivationPrecision | None:
+    """The precision that a config in MX formats declares for inputs: that of the weights where it does not say; None
+    for one that no scheme has.
+
+    Args:
+        config: the checkpoint's ``quantization_config``, or an empty one, of 4 bits.
+        where: file and field, for messages.
+    """
+    width = read_integer(config, "bits", where, default=4)
+    bits = read_integer(config, "act_bits", where, default=width)
+    precisions: dict[int, ActivationPrecision] = {4: "mxfp4", 8: "mxfp8"}
+    return "16bit" if bits >= 16 else precisions.get(bits)
+
+
+def _unread_mx(fields: Mapping[str, Any], where: str) -> str:
+    """What vLLM does not read of an entry in MX formats, after its width; "" if it reads it."""
+    group = read_integer(fields, "group_size", where, default=MX_BLOCK)
+    packing = read_string(fields, "packing_format", where) or _MX_PACKING
+    if group != MX_BLOCK:
+        return f" in groups of {group}"
+    if not read_boolean(fields, "sym", where, default=True):
+        return " with zero points"
+    return "" if packing == _MX_PACKING else f" packed as {packing}"
 
 
 class _ModuleFormats:
