@@ -128,6 +128,22 @@ def test_a_static_choice_that_could_not_be_run_gives_way() -> None:
     assert "first: OutOfMemory" in choice.explanation
 
 
+@pytest.mark.parametrize("times", [{}, {"third": line(50, counts=(1, 2))}])
+def test_a_backend_that_failed_gives_way_where_nothing_can_be_compared(times: dict[str, Any]) -> None:
+    names = ["first", "second", "third"]
+    cases = ((["first"], "second"), (["first", "second"], "third"), (names, "first"), (["third"], "first"))
+    for failed, chosen in cases:
+        found = MeasurementSet(times, "a test", failures=dict.fromkeys(failed, "broke the GPU's context"))
+        choice = choose_fastest(found, names, BALANCED, 0.03)
+        assert (choice.backend, choice.measured) == (chosen, None)
+        assert all(f"{name}: broke the GPU's context" in choice.explanation for name in failed)
+    backends = [backend(name, rank=float(place)) for place, name in enumerate(names)]
+    found = MeasurementSet({}, "a test", failures={"first": "broke the GPU's context"})
+    decision = decide(problem(), H200, settings.load({}), registry=registry(backends), measurements=found)
+    assert (decision.backend, decision.why, decision.tunable) == ("second", "static", True)
+    assert decision.explanation.startswith("the next accepted backend in the static order, because first failed; ")
+
+
 def test_one_backend_alone_is_compared_with_nothing() -> None:
     for accepted in (["first"], ["first", "second"]):
         choice = choose_fastest(evidence(first=line(100)), accepted, BALANCED, 0.03)

@@ -163,8 +163,10 @@ def choose_fastest(
     undecided = f"measurements of {measurements.source} are not sufficient"
     static_is_unmeasured = static in found.missing and static not in measurements.failures
     if static in found.unknown or static_is_unmeasured or not found.curves:
-        # Without the static choice's times nothing can be compared: the measured backends may all be slower.
-        return MeasuredChoice(static, f"{undecided}: {'; '.join(found.remarks)}")
+        # Without the static choice's times nothing can be compared: the measured backends may all be slower. One that
+        # failed when it was measured is passed over all the same, unless all did.
+        first = next((name for name in accepted if name not in measurements.failures), static)
+        return MeasuredChoice(first, f"{undecided}: {'; '.join(found.remarks)}")
     base = next(iter(found.curves))
     if len(found.curves) == 1 and base == static:
         remarks = ("no other backend was measured", *found.remarks)

@@ -193,8 +193,10 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
     if measurements is not None:
         choice = _choose_by_measurement(measurements, chosen, case)
     why: DecidedBy = "static"
+    if choice.backend != chosen.backend and choice.measured is None:
+        explanation = f"the next accepted backend in the static order, because {chosen.backend} failed"
+    chosen = next(candidate for candidate in case.accepted if candidate.backend == choice.backend)
     if choice.measured is not None:
-        chosen = next(candidate for candidate in case.accepted if candidate.backend == choice.backend)
         why, explanation = "predicted" if choice.measured.is_predicted else "measured", choice.explanation
     elif choice.explanation:
         explanation = f"{explanation}; {choice.explanation}"
