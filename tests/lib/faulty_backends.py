@@ -266,6 +266,45 @@ def many_tokens(wrong: Compute, more_than: int = 600) -> Compute:
     return compute
 
 
+def masked(width: int) -> Compute:
+    """Marks a token's experts in a mask of `width` bits: of two that share a bit, the second is lost."""
+
+    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
+        bits = torch.where(ids < 0, -1, ids % width)
+        same = (bits[:, :, None] == bits[:, None, :]) & (ids[:, :, None] >= 0)
+        forward(tensors, layer, out, x, weights.masked_fill(same.tril(-1).any(-1), 0.0), ids, *more)
+
+    return compute
+
+
+def distant_experts(
+    tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
+) -> None:
+    """Loses experts eight or more beyond the first of a token."""
+    lost = ((ids - ids[:, :1]) % layer.num_experts >= 8) & (ids >= 0)
+    forward(tensors, layer, out, x, weights.masked_fill(lost, 0.0), ids, *more)
+
+
+def neighbors_of_the_first(
+    tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
+) -> None:
+    """Reads a token's first id alone."""
+    slots = torch.arange(ids.shape[1], device=ids.device)
+    taken = torch.where(ids < 0, ids, (ids[:, :1].clamp(min=0) + slots) % layer.num_experts).to(ids.dtype)
+    forward(tensors, layer, out, x, weights, taken, *more)
+
+
+def kept_by_address() -> Compute:
+    """Keeps what it has sorted by number of tokens and address of the ids, as code for CUDA graphs may."""
+    kept: dict[tuple[Any, ...], Tensor] = {}
+
+    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
+        first = kept.setdefault((ids.shape, ids.data_ptr()), ids.clone())
+        forward(tensors, layer, out, x, weights, first, *more)
+
+    return compute
+
+
 def last_expert_last_columns(
     tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
 ) -> None:

@@ -62,6 +62,12 @@ def test_all_experts_from_the_eighth_on(run: Any) -> None:
     assert loads(Faulty("wrong", compute=lib.wrong_experts(lambda each: each >= 8))) == (2 if mode == "off" else 0)
 
 
+@pytest.mark.parametrize("compute", [lib.masked(8), lib.masked(16), lib.distant_experts])
+def test_experts_that_are_no_neighbors(run: Any, compute: Any) -> None:
+    mode, loads = run
+    assert loads(Faulty("wrong", compute=compute)) == (2 if mode == "off" else 0)
+
+
 FAULTS = {
     "many tokens": Faulty("wrong", compute=lib.many_tokens(lib.wrong_experts(lambda each: each == 23)), beyond=(600,)),
     "output left": Faulty("wrong", compute=lib.leaves_columns),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -265,6 +266,21 @@ def test_a_column_counts_tokens_that_repeat_as_what_they_are() -> None:
     assert column([3]) == pytest.approx(one) and column([3] * 1000 + [1]) == pytest.approx(one, rel=0.01)
     even = (36 / 16 / bounds.largest_mean_square(16)) ** 0.5
     assert column([*range(16)]) == pytest.approx(even) and column([*range(16)] * 40) == pytest.approx(even)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 60, 128, 384, 512])
+def test_experts_are_ordered_by_near_and_far_distances(count: int) -> None:
+    order = inputs.spread_order(count, torch.Generator().manual_seed(count))
+    assert sorted(order) == list(range(count))
+    apart = {(later - first) % count for first, later in itertools.pairwise(order)}
+    assert {1 << bit for bit in range(count.bit_length()) if 1 << bit < count} <= apart or count < 60
+
+
+@pytest.mark.parametrize(("count", "slots"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (5, 4), (9, 8), (12, 5)])
+def test_strides_give_a_token_different_experts(count: int, slots: int) -> None:
+    found = inputs.distinct_strides(count, slots)
+    assert found[0] == 1 and (count <= 2 or found[1] == count - 1)
+    assert all(len({slot * stride % count for slot in range(slots)}) == slots for stride in found)
 
 
 def test_outputs_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

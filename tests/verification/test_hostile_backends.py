@@ -134,6 +134,8 @@ def rows(x: Tensor) -> Tensor:
 
 
 FAULTS: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "only a token's first id": (lambda: lib.neighbors_of_the_first, ALL),
+    "ids by their address": (lib.kept_by_address, ALL),
     "tokens saturate at 100": (lambda: saturates(100.0), ["16 bit", "W8A8", "FP8 by token"]),
     "tokens saturate at 448": (lambda: saturates(448.0), ["16 bit", "W8A8", "FP8 by token"]),
     "tokens saturate at 8 times their mean": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -217,7 +218,9 @@ def make_inputs(
     device = experts["w13"].device
     token, slot = torch.arange(NUM_TOKENS, device=device)[:, None], torch.arange(problem.top_k, device=device)[None, :]
     local = problem.num_experts - remote
-    ids = (token + slot) % local
+    # Neighbors in both orders and others, or a kernel could take a token's experts for neighbors.
+    strides = torch.tensor(distinct_strides(local, problem.top_k), device=device)
+    ids = (token + slot * strides[token // local % len(strides)]) % local
     weights = _random(torch.empty(NUM_TOKENS, problem.top_k, device=device), seed=3).abs() + 0.5
     # All slots alike would hide a wrong weight of one of many.
     weights = torch.where(token % problem.top_k == slot, weights * _SLOT_LEAD, weights)
@@ -234,6 +237,28 @@ def make_inputs(
     x = _make_tokens(problem, experts)
     groups = len(x) // NUM_TOKENS
     return x.to(getattr(torch, problem.dtype)), weights.repeat(groups, 1), ids.to(torch.int32).repeat(groups, 1)
+
+
+def distinct_strides(count: int, slots: int) -> list[int]:
+    """Distances between the experts of neighboring slots, of `count` in a circle, with which a token's experts are
+    different; the first is 1, and the second -1 if that is another."""
+    found = [stride for stride in range(1, count) if count // math.gcd(stride, count) >= slots]
+    return [*found[:1], *found[:0:-1]] or [1]
+
+
+def spread_order(count: int, generator: torch.Generator) -> list[int]:
+    """All of `count` experts, in an order in which neighbors are far apart or near: by powers of two, of which a bit
+    mask may be too short for both, and by random distances."""
+    powers = [1 << bit for bit in reversed(range(count.bit_length()))]
+    randoms = torch.randint(max(count, 1), (count,), generator=generator, device="cpu").tolist()
+    found, left = [], dict.fromkeys(range(count))
+    place = randoms[0] if count else 0
+    for index in range(count):
+        place = next(each % count for each in range(place, place + count) if each % count in left)
+        del left[place]
+        found.append(place)
+        place += randoms[index] if index % 2 else powers[index // 2 % len(powers)]
+    return found
 
 
 def place_experts(count: int) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ from ..backends.emulation import ieee_fp32_matmul, round_inputs
 from ..core.problem import Problem
 from ..kernels.activations import activate
 from . import bounds
-from .inputs import WEIGHT_SUMS, rows_of_call
+from .inputs import WEIGHT_SUMS, rows_of_call, spread_order
 from .self_check import Calls, Comparison, is_reference
 from .tolerances import rounding_error
 
@@ -69,6 +69,7 @@ class WeightParts:
         features: input features whose columns of w13 are kept.
         rows: rows of w2 that are kept.
         experts: local numbers of the experts of which parts are kept, ascending.
+        order: positions in `experts`: token t is routed to those at `order[t]`, `order[t + 1]`, ..., one for each slot.
         every: whether those are all, as in the first layer of a kind.
     """
 
@@ -88,6 +89,7 @@ class WeightParts:
         others = torch.randperm(local - 1, generator=self._generator, device="cpu").tolist()
         few = max(problem.top_k, FEW_EXPERTS)
         self.experts = [*sorted(others if every else others[: few - 1]), local - 1]
+        self.order = spread_order(len(self.experts), self._generator)
         self._seen = 0
         self._w13: list[Tensor] = []
         self._w2: list[Tensor] = []
@@ -127,7 +129,7 @@ class WeightParts:
         return (x * (_SIZE / (largest or 1.0))).to(getattr(torch, problem.dtype)), weights.to(device)
 
     def reference(self, problem: Problem, rounding: float, x: Tensor, weights: Tensor) -> bounds.Reference:
-        """The reference for `rows` of the outputs; token t is routed to the experts t, t + 1, ... of `experts`.
+        """The reference for `rows` of the outputs.
 
         Args:
             problem: the layer; activations are quantized as its scheme says.
@@ -147,7 +149,7 @@ class WeightParts:
         size = torch.zeros_like(expected)
         slots = torch.arange(weights.shape[1], device=x.device)
         # Of each expert the tokens whose slot 0, 1, ... holds it, `[len(experts), top_k]`.
-        every = (torch.arange(count, device=x.device)[:, None] - slots) % count
+        every = (torch.tensor(self.order, device=x.device).argsort()[:, None] - slots) % count
         # Many experts at once: the products of one take a GPU less time than the host needs to ask for them.
         step = max(1, _VALUES // (weights.shape[1] * max(x.shape[1], self._w13[0].shape[0])))
         for first in range(0, count, step):
@@ -193,7 +195,7 @@ class InstalledLayer:
         self._is_first = parts.every
         x, weights = parts.tokens()
         count, device = len(x), x.device
-        chosen = torch.tensor(parts.experts, device=device)
+        chosen = torch.tensor(parts.experts, device=device)[torch.tensor(parts.order, device=device)]
         token = torch.arange(count, device=device)[:, None]
         slot = torch.arange(weights.shape[1], device=device)[None, :]
         ids = chosen[(token + slot) % count]

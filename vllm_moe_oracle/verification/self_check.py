@@ -177,17 +177,19 @@ class Calls:
         self._outputs: list[Tensor] = []
         self._after: dict[str, list[Tensor]] = {name: [] for name in given}
         self._settings: list[list[str]] = []
+        self._memory: dict[tuple[str, int], Tensor] = {}
 
     def make(self, rows: Tensor, poisoned: bool = True) -> None:
         """One call with rows `[M]` of the tokens, on memory that holds NaN, or what it held before. The host does not
         wait for the device.
 
         Tensors of a call on memory that holds NaN begin where their storage begins. The tokens of other calls are part
-        of a larger tensor, as vLLM's are where it splits a batch.
+        of a larger tensor, as vLLM's are where it splits a batch. Calls of as many tokens find theirs in the same
+        memory, as in a CUDA graph: a kernel may keep what it has computed by the address.
         """
-        x, *others = self._given.values()
-        tokens = x[rows] if poisoned else x[torch.cat((rows[:1], rows))][1:]
-        given = [tokens, *(each[rows] for each in others)]
+        x, *others = self._given
+        tokens = self._given[x][rows] if poisoned else self._in_place(x, torch.cat((rows[:1], rows)))[1:]
+        given = [tokens, *(self._in_place(each, rows) for each in others)]
         # Copies: the next call may get the same memory.
         self._rows.append(rows)
         with process_state.kept() as changed:
@@ -196,6 +198,12 @@ class Calls:
         self._settings.append([] if poisoned else changed)
         for each, after in zip(given, self._after.values(), strict=True):
             after.append(each.clone())
+
+    def _in_place(self, name: str, rows: Tensor) -> Tensor:
+        """Rows of a tensor that the kernel gets, in the memory of an earlier call of as many."""
+        found = self._given[name][rows]
+        kept = self._memory.setdefault((name, len(rows)), found)
+        return kept if kept is found else kept.copy_(found)
 
     def result(self, start: float) -> Comparison:
         """All calls together.
