@@ -17,13 +17,14 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from . import settings
 from .errors import MeasurementError, sanitize
-from .untrusted import boundary, read_file
+from .untrusted import parse_json, read_file
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -31,6 +32,8 @@ Record = TypeVar("Record")
 
 _PREFIX = "vllm-moe-oracle-"
 _LOCK = "writers.lock"
+_HOLD_TRIES, _PROBE_TRIES, _LOCK_SECONDS = 20, 3, 0.01
+"""How often a lock is tried to keep it, and to see whether anybody does, and the seconds between."""
 
 _locks: dict[str, int] = {}
 """Descriptors of the locks that this process holds, by directory."""
@@ -40,7 +43,7 @@ RECORD_VERSION = 1
 under the same version; one that goes or changes its meaning raises it."""
 
 MAX_RECORD_BYTES = 1 << 24
-"""Larger files are ignored: they are not the record of one process."""
+"""Bytes of a server's records that are read. What is larger is not the record of its processes, and is ignored."""
 
 
 def last_of_each_load(
@@ -101,18 +104,43 @@ def _remove_stale(parent: str) -> None:
             with contextlib.suppress(OSError):  # another user's, or a live one: the lock is held
                 lock = os.open(os.path.join(entry.path, _LOCK), os.O_RDWR)
                 try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(entry.path, ignore_errors=True)
+                    if _try_lock(lock, fcntl.LOCK_EX, _PROBE_TRIES):
+                        shutil.rmtree(entry.path, ignore_errors=True)
                 finally:
                     os.close(lock)
 
 
 def _hold_lock(folder: str) -> None:
-    """Keeps a lock on the directory until this process, and every process forked from it, has ended."""
+    """Makes the directory, and keeps a lock on it until this process, and every process forked from it, has ended.
+
+    Raises:
+        OSError: it cannot be made, or another process keeps it locked.
+    """
+    path = os.path.join(folder, _LOCK)
+    for _ in range(_HOLD_TRIES if folder not in _locks else 0):
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        held = _try_lock(lock, fcntl.LOCK_SH, _HOLD_TRIES)
+        # Who found nobody alive has removed the directory before the lock was taken.
+        if held and os.path.exists(path) and os.path.samestat(os.fstat(lock), os.stat(path)):
+            _locks[folder] = lock
+            return
+        os.close(lock)
     if folder not in _locks:
-        _locks[folder] = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks: the directory is never removed as stale
-            fcntl.flock(_locks[folder], fcntl.LOCK_SH | fcntl.LOCK_NB)
+        raise TimeoutError(f"{path} is locked by another process")
+
+
+def _try_lock(lock: int, kind: int, tries: int) -> bool:
+    """Whether a lock could be taken. Only writers hold one for longer than an instant."""
+    for _ in range(tries):
+        try:
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(_LOCK_SECONDS)
+        except OSError:  # a file system without locks: nothing is ever removed as stale
+            return kind == fcntl.LOCK_SH
+    return False
 
 
 def remove_dir() -> None:
@@ -142,7 +170,6 @@ def write_record(record: dict[str, Any]) -> None:
     first = next((layer for group in record["groups"] for layer in group["layers"]), "")
     name = f"{os.getpid()}-{first}".replace("/", "_")[:200]
     try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
         _hold_lock(folder)
         descriptor, beside = tempfile.mkstemp(dir=folder, suffix=".part")
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -160,11 +187,13 @@ def running_servers() -> Iterator[list[dict[str, Any]]]:
             if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):
                 continue
             with contextlib.suppress(OSError):
+                if entry.stat(follow_symlinks=False).st_uid != os.getuid():
+                    continue
                 lock = os.open(os.path.join(entry.path, _LOCK), os.O_RDWR | os.O_NOFOLLOW)
                 try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:  # a writer is alive
-                    if found := list(read_records(entry.path)):
+                    # A writer is alive if the lock stays taken.
+                    alive = not _try_lock(lock, fcntl.LOCK_EX, _PROBE_TRIES)
+                    if alive and (found := list(read_records(entry.path))):
                         yield found
                 finally:
                     os.close(lock)
@@ -179,13 +208,14 @@ def read_records(folder: str | None = None) -> Iterator[dict[str, Any]]:
     folder = folder or settings.records_dir()
     if folder is None:
         return
+    left = MAX_RECORD_BYTES
     for path in sorted(Path(folder).glob("*.json")):
         try:
-            data = read_file(path, MAX_RECORD_BYTES, MeasurementError)
-            with boundary(MeasurementError, "is not JSON", where=str(path)):
-                found = json.loads(data)
-                if not isinstance(found, dict) or not isinstance(found.get("groups"), list):
-                    raise MeasurementError("is not an object with a list `groups`", where=str(path))
+            data = read_file(path, left, MeasurementError)
+            left -= len(data)
+            found = parse_json(data, MeasurementError, str(path))
+            if not isinstance(found, dict) or not isinstance(found.get("groups"), list):
+                raise MeasurementError("is not an object with a list `groups`", where=str(path))
         except MeasurementError as error:
             logger.warning("moe_oracle: not a decision record: %s", sanitize(str(error)))
             continue

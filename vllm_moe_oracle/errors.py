@@ -44,6 +44,16 @@ def sanitize(text: str) -> str:
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())
 
 
+def exit_words(status: int) -> str:
+    """How a process ended: ``status 3``, or ``signal SIGKILL`` for a negative one; real-time signals have no name."""
+    if status >= 0:
+        return f"status {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"
+
+
 MAX_ERROR_TEXT = 1000
 """Characters of another package's error message that a message of this project repeats."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,9 +15,10 @@ from typing import Any
 import pytest
 
 from tests.lib.cli import Run
-from vllm_moe_oracle.cli import served_benchmark
+from vllm_moe_oracle.cli import kept_turns, served_benchmark
 from vllm_moe_oracle.cli.commands import ab
 from vllm_moe_oracle.cli.served_benchmark import Load
+from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.releases.supported import NEWEST
 
 SERVER = r"""
@@ -255,6 +257,37 @@ def test_turns_before_a_failure_are_shown(run: Run, monkeypatch: pytest.MonkeyPa
     assert found.status == 4 and (found.json["turns"], found.json["turns_measured"]) == (3, 2)
 
 
+def test_turns_before_an_answer_that_says_nothing_are_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(["model"] * 4)
+
+    def served_name(port: int) -> str:
+        if name := next(names, ""):
+            return name
+        raise MeasurementError("the server does not name its model: 401")
+
+    monkeypatch.setattr(served_benchmark, "served_name", served_name)
+    result = run("ab", "model", "--turns", 3, "--no-first-starts")
+    assert result.status == 4 and "the server does not name its model: 401" in result.err
+    assert "warning: ended after 2 of 3 turns; their figures follow" in result.err and "2 turns" in result.out
+
+
+@pytest.mark.parametrize("kind", ["folder", "no room"])
+def test_turns_that_cannot_be_kept_end_the_run_before_it_starts(
+    kind: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "folder":
+        (tmp_path / "turns.jsonl").mkdir()
+    else:
+
+        def full(path: Path, data: bytes) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(kept_turns, "append_whole", full)
+    result = run("ab", "model", "--logs", tmp_path)
+    assert (result.status, result.out, result.err.count("\n")) == (2, "", 1)
+    assert f"{tmp_path / 'turns.jsonl'}: the turns cannot be written: " in result.err and "--logs" in result.err
+
+
 def test_an_ended_run_goes_on_where_it_stopped(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(LAST, "2:fail")
     command = ("ab", "model", "--turns", 4, "--logs", tmp_path)
@@ -274,6 +307,13 @@ def test_an_ended_run_goes_on_where_it_stopped(run: Run, monkeypatch: pytest.Mon
     assert (tmp_path / "turns.jsonl").read_text().count('"turn"') == 2
 
 
+FIGURES = '"16":{"completed":1,"failed":0,"output_throughput":8.5,"median_ttft_ms":1,"median_itl_ms":1}'
+
+
+def turn_with(seconds: float, results: str) -> str:
+    return f'{{"turn":1,"kind":"stock","start_seconds":{seconds},"results":{{{results}}},"backends":{{}},"layers":1}}'
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -286,6 +326,9 @@ def test_an_ended_run_goes_on_where_it_stopped(run: Run, monkeypatch: pytest.Mon
         ("SAME\n[1]\n", "does not hold the turns of a run"),
         ('SAME\n{"turn":1,"kind":"stock"}\n', "does not hold the turns of a run"),
         ('SAME\n{"first":{"stock":"x"}}\n', "does not hold the turns of a run"),
+        (f"SAME\n{turn_with(0, FIGURES)}\n", "turn 1 of stock lacks figures, or they are not positive"),
+        (f"SAME\n{turn_with(9, FIGURES.replace('8.5', '1e999'))}\n", "does not hold the turns of a run"),
+        (f"SAME\n{turn_with(9, '')}\n", "turn 1 of stock lacks figures"),
     ],
 )
 def test_what_cannot_be_gone_on_with_is_refused(text: str | None, said: str, run: Run, tmp_path: Path) -> None:

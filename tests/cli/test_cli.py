@@ -775,6 +775,10 @@ def test_an_invalid_profile_is_an_error_to_tune_and_a_note_to_explain(
     monkeypatch.setenv("MOE_ORACLE_STRICT", "1")
     result = run("explain", write(), "--device", "nvidia-h200", "--json")
     assert result.status == 3 and "a strict server would not start" in result.err
+    monkeypatch.setenv("MOE_ORACLE_USE_MEASUREMENTS", "0")  # then nothing reads it
+    result = run("explain", write(), "--device", "nvidia-h200", "--json")
+    assert result.status == 0 and "is not used" not in result.err
+    monkeypatch.delenv("MOE_ORACLE_USE_MEASUREMENTS")
     monkeypatch.setenv("MOE_ORACLE_ENABLED", "0")
     result = run("explain", write(), "--device", "nvidia-h200", "--json")
     assert result.status == 0 and "strict server" not in result.err

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +20,7 @@ import pytest
 
 from tests.lib import fresh_process
 from tests.lib.cli import Run
-from vllm_moe_oracle import decision_records, plugin
+from vllm_moe_oracle import decision_records, plugin, settings
 from vllm_moe_oracle.cli import output
 from vllm_moe_oracle.cli.commands import status
 from vllm_moe_oracle.core.problem import Device
@@ -222,6 +224,59 @@ def test_layers_that_running_servers_leave_to_stock_are_listed(run: Run, tmp_pat
     assert f"process 7 (EngineCore), vLLM {NEWEST}: 44 of 48 MoE layers run through the oracle" in said
     assert "server model.layers.3-5.mlp.experts left to stock vLLM: LoRA: no backend" in said
     assert "1 more are stock vLLM's" in said and "process 9" not in said
+
+
+def test_records_of_another_user_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "vllm-moe-oracle-other"
+    record(folder)
+    lock = os.open(folder / "writers.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        assert len(list(decision_records.running_servers())) == 1
+        monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+        assert list(decision_records.running_servers()) == []
+    finally:
+        os.close(lock)
+
+
+def test_a_server_s_records_are_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for process in range(4):
+        record(tmp_path, process=process)
+    size = next(tmp_path.iterdir()).stat().st_size
+    monkeypatch.setattr(decision_records, "MAX_RECORD_BYTES", 2 * size + size // 2)
+    assert len(list(decision_records.read_records(str(tmp_path)))) == 2
+    (tmp_path / "0-x.json").write_text('{"groups": [' + "[]," * 1_000_001 + "[]]}")
+    monkeypatch.undo()
+    assert len(list(decision_records.read_records(str(tmp_path)))) == 3
+
+
+def test_a_writer_waits_until_nobody_looks_and_makes_its_folder_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another server's start, or `status`, locks the folder for an instant to see whether anybody is alive."""
+    folder = tmp_path / "vllm-moe-oracle-mine"
+    folder.mkdir()
+    monkeypatch.setattr(decision_records, "_locks", {})
+    monkeypatch.setattr(settings, "records_dir", lambda: str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for removed in (False, True):
+        looking = os.open(folder / "writers.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(looking, fcntl.LOCK_EX)
+
+        def end(seconds: float, descriptor: int = looking, removed: bool = removed) -> None:
+            if removed and folder.exists():
+                shutil.rmtree(folder)
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(decision_records.time, "sleep", end)
+            decision_records.write_record({"groups": [{"layers": ["model.layers.0"]}]})
+        assert len(list(decision_records.running_servers())) == 1
+        decision_records._remove_stale(str(tmp_path))
+        assert len(list(folder.glob("*.json"))) == 1
+        os.close(decision_records._locks.pop(str(folder)))
 
 
 # --- terminals and shells -------------------------------------------------------------------------------------------

@@ -321,6 +321,19 @@ def test_bench_shows_what_it_has_before_it_ends(
     assert result.status == 2 and result.err == "error: a process died\n" and result.out == ""
 
 
+def test_bench_leaves_a_file_alone_until_there_is_a_record(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "b.jsonl").write_text("measured before\n")
+    pretend_bench(monkeypatch, 0, MeasurementError("another process uses the GPU"))
+    assert run("bench", GPT_OSS, "--jsonl", tmp_path / "b.jsonl").status == 2
+    assert (tmp_path / "b.jsonl").read_text() == "measured before\n"
+    pretend_bench(monkeypatch, 1, MeasurementError("another process uses the GPU"))
+    assert run("bench", GPT_OSS, "--jsonl", tmp_path / "b.jsonl").status == 4
+    head, record = (tmp_path / "b.jsonl").read_text().splitlines()
+    assert "conditions" in head and "conditions" not in record
+
+
 @pytest.mark.parametrize("asked", ["--peers", "--peers-folder", ""])
 def test_bench_says_once_which_kernels_of_others_are_skipped(
     run: Run, asked: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

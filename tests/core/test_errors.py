@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from vllm_moe_oracle import errors, settings
-from vllm_moe_oracle.errors import NoBackendError, OracleError, did_you_mean
+from vllm_moe_oracle.errors import NoBackendError, OracleError, did_you_mean, exit_words
 
 TYPES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, OracleError)]
 
@@ -81,3 +81,10 @@ def test_no_part_of_a_message_moves_a_terminals_cursor() -> None:
     error = OracleError("two\x1b[2J\nlines", "a remedy\x1b[31m", "a\rplace")
     assert str(error) == "a place: two [2J\nlines. a remedy [31m"
     assert error.args == (str(error),) and str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("status", "words"), [(0, "status 0"), (3, "status 3"), (-9, "signal SIGKILL"), (-35, "signal 35")]
+)
+def test_the_end_of_a_process_is_said_for_every_signal(status: int, words: str) -> None:
+    assert exit_words(status) == words

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint
 
+from ..errors import exit_words
 from ..oracle.registry import ENTRY_POINT_GROUP
 
 PROBE_SECONDS = 60.0
@@ -80,5 +81,4 @@ class _Child:
             pass
         finally:
             os.close(self._reader)
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        return f"its import ends the process with {how}; a server would end likewise"
+        return f"its import ends the process with {exit_words(status)}; a server would end likewise"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +58,8 @@ class KeptTurns:
         resume: go on with what the file holds; otherwise it starts empty.
 
     Raises:
-        MeasurementError: `resume`, and there is no such file, it is damaged, or is of another run.
+        MeasurementError: the file cannot be written; or `resume`, and there is no such file, it is damaged, or is of
+            another run.
     """
 
     def __init__(self, folder: Path, identity: Any, resume: bool) -> None:
@@ -65,8 +69,18 @@ class KeptTurns:
         if resume:
             self._read(msgspec.json.decode(msgspec.json.encode(identity)))
             return
-        self._path.unlink(missing_ok=True)
+        with self._writing():
+            self._path.unlink(missing_ok=True)
         self._append(identity)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Says which file it is that cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            rule, remedy = f"the turns cannot be written: {error.strerror or error}", "Name another folder with --logs"
+            raise MeasurementError(rule, remedy, str(self._path)) from error
 
     def _read(self, identity: Any) -> None:
         where = str(self._path)
@@ -83,13 +97,17 @@ class KeptTurns:
                 where,
             )
         with boundary(MeasurementError, "does not hold the turns of a run", where=where):
+            loads = {int(each["concurrency"]) for each in head["loads"]}
             for each in rest:
                 if "first" in each:
                     self.first = msgspec.convert(each["first"], dict[str, float])
                 else:
                     served = msgspec.convert(each, ServedTurn, strict=False)
+                    if set(served.results) != loads or not all(0 < figure < math.inf for figure in served.figures()):
+                        raise ValueError(f"turn {served.turn} of {served.kind} lacks figures, or they are not positive")
                     self.served[served.turn, served.kind] = served
-        write_whole(self._path, "".join(f"{line}\n" for line in whole).encode())
+        with self._writing():
+            write_whole(self._path, "".join(f"{line}\n" for line in whole).encode())
 
     def keep_first(self, seconds: dict[str, float]) -> None:
         """Keeps the seconds of the first starts."""
@@ -102,4 +120,5 @@ class KeptTurns:
         self._append(served)
 
     def _append(self, value: Any) -> None:
-        append_whole(self._path, msgspec.json.encode(value) + b"\n")
+        with self._writing():
+            append_whole(self._path, msgspec.json.encode(value) + b"\n")

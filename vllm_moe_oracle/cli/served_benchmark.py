@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import MeasurementError
+from ..errors import MeasurementError, exit_words
 from ..settings import get_env
 from ..untrusted import boundary, parse_json, read_file
 
@@ -172,7 +172,7 @@ def server(
     with _process(command, environment, log) as process:
         while not _answers(port):
             if (status := process.poll()) is not None:
-                raise ServingError(f"the server ended with {_describe_status(status)} before it was healthy", tail(log))
+                raise ServingError(f"the server ended with {exit_words(status)} before it was healthy", tail(log))
             if time.monotonic() - began > limit:
                 raise ServingError(f"the server was not healthy within {limit:g} s", tail(log))
             time.sleep(_POLL_SECONDS)
@@ -196,7 +196,7 @@ def run_benchmarks(
     with _process(command, environment, log) as process:
         status = process.wait()
     if status:
-        raise ServingError(f"the benchmark ended with {_describe_status(status)}", tail(log))
+        raise ServingError(f"the benchmark ended with {exit_words(status)}", tail(log))
     return [_read_result(each, log) for each in results]
 
 
@@ -255,10 +255,6 @@ def _answers(port: int) -> bool:
     except (OSError, ValueError):  # HTTPError is an OSError
         return False
     return True
-
-
-def _describe_status(status: int) -> str:
-    return f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
 
 
 @contextlib.contextmanager

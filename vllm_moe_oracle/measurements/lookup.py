@@ -210,9 +210,9 @@ def _sources(
 
 
 def profile_error(settings: Settings) -> str:
-    """Why the profile of the setting `profile` cannot be read; "" if it can, or none is set."""
+    """Why the profile of the setting `profile` cannot be read; "" if it can, none is set, or it is not asked."""
     try:
-        if settings.profile:
+        if settings.profile and settings.use_measurements:
             _read_profile(settings.profile)
     except MeasurementError as error:
         return sanitize(f"the profile of {settings.source('profile')} is not used: {error}")

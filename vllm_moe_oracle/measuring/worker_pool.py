@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
-from ..errors import OracleError
+from ..errors import OracleError, exit_words
 from ..measurements.bench_records import silence
 from ..settings import visible_gpu
 from .broken_context import BrokenContextError
@@ -274,9 +274,7 @@ class _Pool:
 
 
 def _exit_reason(code: int) -> str:
-    if code < 0:
-        return f"its process was ended by {signal.Signals(-code).name}"
-    return f"its process ended with status {code}"
+    return f"its process {'was ended by' if code < 0 else 'ended with'} {exit_words(code)}"
 
 
 def work(connection: Connection) -> None:

@@ -247,6 +247,11 @@ def _measure_all(
     except _WrongServer as error:
         output.print_message("error", str(error))
         return measured, EXIT_NO_BACKEND
+    except MeasurementError as error:
+        if not measured:
+            raise
+        output.print_message("error", str(error))
+        return measured, EXIT_INCOMPLETE
     except SystemExit as ended:  # by a signal: what was measured took minutes, and is shown
         return measured, ended.code if isinstance(ended.code, int) else EXIT_INCOMPLETE
     return measured, 0
@@ -322,12 +327,13 @@ def _read_records(path: Path) -> tuple[dict[str, int], int]:
     backends: dict[str, int] = {}
     layers = 0
     if path.exists():
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        for record in last_of_each_load(records, process_and_layers):
-            layers += record["moe_layers"]
-            for group in record["groups"]:
-                backend = group["decision"]["backend"]
-                backends[backend] = backends.get(backend, 0) + group["count"]
+        with boundary(MeasurementError, "does not hold a server's decisions", where=str(path)):
+            records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            for record in last_of_each_load(records, process_and_layers):
+                layers += record["moe_layers"]
+                for group in record["groups"]:
+                    backend = group["decision"]["backend"]
+                    backends[backend] = backends.get(backend, 0) + group["count"]
     return backends, layers
 
 

@@ -170,11 +170,12 @@ def _measure(
         for name, reason in found.skipped.items():
             output.print_message("note", f"{name} is skipped: {reason}")
     head = {"conditions": benchmarks.conditions(device, options, line, found)}
-    _write_record(msgspec.json.encode(head), jsonl, as_json, write_whole)
     records: list[BenchRecord] = []
     try:
         with layer_arguments.progress_bar(as_json) as report:
             for record in benchmarks.bench(problems, device, settings, options, report):
+                if not records:  # a run without any leaves the file as it was
+                    _write_record(msgspec.json.encode(head), jsonl, as_json, write_whole)
                 records.append(record)
                 _write_record(msgspec.json.encode(record), jsonl, as_json, append_whole)
     except MeasurementError as error:

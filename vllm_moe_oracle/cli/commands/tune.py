@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -215,7 +216,7 @@ def _print_note(words: str) -> None:
 def _export(path: Path, outcomes: dict[KernelShape, TuneOutcome], device: Device, options: TuneOptions) -> None:
     """Writes what was measured as a profile."""
     samples = {shape: outcome.samples for shape, outcome in outcomes.items() if outcome.samples}
-    command = "vllm-moe-oracle " + " ".join(sys.argv[1:])
+    command = "vllm-moe-oracle " + shlex.join(sys.argv[1:])
     made = profiles.make(Environment.of(device), samples, _conditions(options, command))
     profiles.check_replaces(made, path)
     profiles.write(made, path)
