@@ -260,3 +260,5 @@ def test_a_gain_over_stock_is_of_the_same_triton() -> None:
         here = dataclasses.replace(card, packages={**card.packages, "triton": triton})
         found = profile.comparisons_for(Environment.of(here))
         assert [str(each.environment).rpartition(", ")[2] + ")" for each in found] == [expected] * bool(expected), layer
+        part = dataclasses.replace(here, sm_count=card.sm_count // 2)
+        assert profile.comparisons_for(Environment.of(part)) == []

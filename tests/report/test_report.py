@@ -235,6 +235,10 @@ def test_a_cache_is_shown_with_the_shipped_times_of_stock() -> None:
     assert panel.stock["stock:auto"].endswith(", shipped") and panel.speedup(1) is not None
     assert "another machine with the same GPU" in content.notes[-1]
     elsewhere = msgspec.structs.replace(found.environment, packages=found.environment.packages | {"vllm": "0.1"})
+    part = msgspec.structs.replace(found.environment, sm_count=found.environment.sm_count // 2)
+    described = page_data._described_device(part)
+    assert described is not None and described.sm_count == part.sm_count
+    assert page_data.from_cache({shape: own}, part, Settings()).panels[0].stock == {}
     (panel,) = page_data.from_cache({shape: own}, elsewhere, Settings()).panels
     assert panel.stock == {} and panel.speedup(1) is None
 

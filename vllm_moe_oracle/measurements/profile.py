@@ -18,7 +18,7 @@ from ..devices.catalog import is_same_gpu
 from ..errors import MeasurementError
 from ..untrusted import boundary, check_values, read_file
 from ..whole_files import write_whole
-from .environment import Environment, is_same_triton
+from .environment import Environment, differences, is_same_triton
 from .kernel_shape import KernelShape, Sample, is_displayable
 
 FORMAT = "vllm-moe-oracle measurements"
@@ -313,7 +313,7 @@ def shipped_comparisons() -> tuple[Profile, ...]:
 
 
 def comparisons_for(here: Environment) -> list[Profile]:
-    """The profiles of `shipped_comparisons` of the same GPU, vLLM and minor release of Triton, as far as known.
+    """The profiles of `shipped_comparisons` of the same GPU, not a part of it, vLLM and Triton, as far as known.
 
     Raises:
         MeasurementError: a file is damaged, which is a defect of the installation.
@@ -321,7 +321,7 @@ def comparisons_for(here: Environment) -> list[Profile]:
     return [
         each
         for each in shipped_comparisons()
-        if is_same_gpu(each.environment.gpu, here.gpu)
+        if not differences(each.environment, here).hard
         and each.environment.packages.get("vllm") == here.packages.get("vllm")
         and is_same_triton(each.environment, here)
     ]
