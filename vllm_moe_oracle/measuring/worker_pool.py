@@ -274,7 +274,9 @@ class _Pool:
 
 
 def _exit_reason(code: int) -> str:
-    return f"its process {'was ended by' if code < 0 else 'ended with'} {exit_words(code)}"
+    if code < 0:
+        return f"its process was ended by {exit_words(code).removeprefix('signal ')}"
+    return f"its process ended with {exit_words(code)}"
 
 
 def work(connection: Connection) -> None:

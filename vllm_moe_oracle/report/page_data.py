@@ -417,10 +417,13 @@ def _described_device(environment: Environment) -> Device | None:
     if find_spec(environment.gpu) is None:
         return None
     found = known_device(environment.gpu)
-    sizes = {"capability": environment.capability, "sm_count": environment.sm_count}
-    found = dataclasses.replace(found, **{name: value for name, value in sizes.items() if value})
-    # A library that was missing when it was measured does not speak against a backend on such a machine.
-    return dataclasses.replace(found, packages={**found.packages, **environment.packages})
+    return dataclasses.replace(
+        found,
+        capability=environment.capability or found.capability,
+        sm_count=environment.sm_count or found.sm_count,
+        # A library that was missing when it was measured does not speak against a backend on such a machine.
+        packages={**found.packages, **environment.packages},
+    )
 
 
 def _with_decision(panel: LayerPanel, problem: Problem, device: Device, settings: Settings) -> LayerPanel:
