@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,19 +71,41 @@ def decode(value: dict[str, Any]) -> LaunchConfig | PrefillConfig:
     return PrefillConfig(**value["persistent"]) if "persistent" in value else LaunchConfig.from_json(value)
 
 
-def chosen(weights: PackedWeights, shape: str, tokens: int, rule: bool = False) -> LaunchConfig | PrefillConfig:
-    """This version's choice; with `rule`, without the shipped table."""
+def chosen(
+    weights: PackedWeights, shape: str, tokens: int, rule: bool = False, quantize: bool = False
+) -> LaunchConfig | PrefillConfig:
+    """This version's choice; with `rule`, without the shipped table, with `quantize`, for MXFP8 activations."""
     top_k = tune_kernels.sizes_of(shape)[0][1]
-    config = choose_config(weights, top_k, tokens)
+    config = choose_config(weights, top_k, tokens, quantize=quantize)
     return heuristic_config(weights, top_k, tokens) if rule and isinstance(config, LaunchConfig) else config
 
 
-def choices(measured: bool, rule: bool = False) -> dict[str, dict[str, Any]]:
-    """This version's choices by cell and number of tokens; with `rule`, without the shipped table."""
+def choices(
+    measured: bool,
+    rule: bool = False,
+    quantize: bool = False,
+    rows: Sequence[float] = (),
+    before: dict[str, dict[str, Any]] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """This version's choices by cell and number of tokens.
+
+    Args:
+        measured: for the layers of shapes.json.
+        rule: without the shipped table.
+        quantize: for MXFP8 activations, which have no persistent kernels; cells of MXFP8 weights.
+        rows: at these numbers of rows per active expert; empty: at `TOKENS`.
+        before: at the numbers of tokens of these choices, in their cells.
+    """
     found = {}
     for scheme, shape in cells(measured):
+        cell = f"{scheme}:{shape}"
+        if quantize and scheme != "mxfp8":
+            continue
         weights = tune_kernels.stored(scheme, shape, "meta")
-        found[f"{scheme}:{shape}"] = {str(tokens): encode(chosen(weights, shape, tokens, rule)) for tokens in TOKENS}
+        counts = sorted({tune_kernels.tokens_for(shape, each) for each in rows}) or TOKENS
+        if before is not None:
+            counts = [*map(int, before.get(cell, ()))]
+        found[cell] = {str(tokens): encode(chosen(weights, shape, tokens, rule, quantize)) for tokens in counts}
     return found
 
 
@@ -105,24 +128,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", nargs="?", type=Path, help="choices of the other version")
     parser.add_argument("--dump", type=Path, help="write this version's choices, and end")
+    parser.add_argument("--rows", type=lambda text: [*map(float, text.split(","))], default=[],
+                        help="with --dump: at these numbers of rows per active expert")  # fmt: skip
     parser.add_argument("--table", action="store_true", help="the shipped table's choices as the other version's")
     parser.add_argument("--measured", action="store_true", help="layers of shapes.json; implied by --table")
+    parser.add_argument("--quantize", action="store_true",
+                        help="tiles for MXFP8 activations, timed with 16-bit ones: MXFP8 weights only")  # fmt: skip
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=240, help="stop timing after this long")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--draws", type=int, default=3, help="of experts, up to 64 tokens or of four experts")
     args = parser.parse_args()
     if args.dump:
-        args.dump.write_text(json.dumps(choices(args.measured)))
+        args.dump.write_text(json.dumps(choices(args.measured, quantize=args.quantize, rows=args.rows)))
         return 0
     if bool(args.before) == args.table or not args.json:
         parser.error("give either the other version's choices or --table, and --json; or --dump")
     start = time.monotonic()
-    before = choices(True) if args.table else json.loads(args.before.read_text())
-    after = choices(args.measured or args.table, args.table)
+    before = choices(True, quantize=args.quantize) if args.table else json.loads(args.before.read_text())
+    after = choices(args.measured or args.table, args.table, args.quantize, before=before)
     differing = {
-        cell: [count for count in found if before.get(cell, {}).get(count, found[count]) != found[count]]
-        for cell, found in after.items()
+        cell: [count for count in found if before[cell][count] != found[count]] for cell, found in after.items()
     }
     jobs, seen = [], set()
     for cell, counts in differing.items():

@@ -114,16 +114,18 @@ def _layer(weights: PackedWeights, top_k: int) -> Layer:
     return format_key(weights), shape_key(weights, top_k), weights.w13.zeros is not None
 
 
-def successors(paths: list[Path]) -> dict[tuple[Layer, int], tuple[str, float]]:
+def successors(paths: list[Path]) -> dict[tuple[Layer, int, bool], tuple[str, float]]:
     """The tiles that replaced others, as `tune_kernels.describe` names them, and how many times as fast they were, by
-    layer and number of tokens; of the last file that has them."""
-    found: dict[tuple[Layer, int], tuple[str, float]] = {}
+    layer, number of tokens and whether they are those for MXFP8 activations; of the last file that has them."""
+    found: dict[tuple[Layer, int, bool], tuple[str, float]] = {}
     for path in paths:
-        for row in json.loads(path.read_text())["rows"]:
+        compared = json.loads(path.read_text())
+        quantize = "--quantize" in compared["conditions"]["command"].split()
+        for row in compared["rows"]:
             weights = tune_kernels.stored(row["scheme"], row["shape"], "meta")
             layer = _layer(weights, tune_kernels.sizes_of(row["shape"])[0][1])
             ratio = round(row["before"] / row["after"], 3)
-            found[layer, row["tokens"]] = "".join(row["configs"][1].split()), ratio
+            found[layer, row["tokens"], quantize] = "".join(row["configs"][1].split()), ratio
     return found
 
 
@@ -150,10 +152,10 @@ def replaced(paths: list[Path]) -> Replaced:
                 for count in _counts(timing):
                     if f"{key}, {count} tokens" not in stale or not _own_digest(shape, name, timing, count):
                         continue
-                    tile, ratio = known.get((_layer(weights, shape.top_k), int(count)), ("", 0.0))
-                    if QUANTIZING[name]:
-                        continue  # tiles were not compared with activations in MXFP8
-                    config = choose_config(weights, shape.top_k, int(count))
+                    quantize = QUANTIZING[name]
+                    layer = _layer(weights, shape.top_k), int(count), quantize
+                    tile, ratio = known.get(layer, ("", 0.0))
+                    config = choose_config(weights, shape.top_k, int(count), quantize=quantize)
                     if ratio >= LEAST_RATIO and tile == "".join(tune_kernels.describe(config).split()):
                         found.setdefault(path.name, {}).setdefault(key, {})[count] = ratio
     return found

@@ -17,10 +17,13 @@ class Load:
     Attributes:
         active: expected number of experts that get a token, at least 1.
         slots: expected number of slots of these experts.
+        draws: three numbers of active experts as different draws of them have it, each with its share of the draws:
+            the expected number and 1.7 standard deviations less and more.
     """
 
     active: float
     slots: float
+    draws: tuple[tuple[float, float], ...] = ()
 
     @property
     def rows(self) -> float:
@@ -31,7 +34,15 @@ class Load:
 def expected_load(experts: int, num_experts: int, top_k: int, tokens: int) -> Load:
     """The load of a rank that holds `experts` of `num_experts` experts."""
     share = min(top_k, num_experts) / num_experts
-    return Load(max(1.0, experts * (1.0 - (1.0 - share) ** tokens)), tokens * top_k * experts / num_experts)
+    idle = (1.0 - share) ** tokens
+    active = max(1.0, experts * (1.0 - idle))
+    # Two experts are both idle if each token chooses among the others.
+    both_idle = ((1.0 - share) * max(0.0, 1.0 - min(top_k, num_experts) / max(1, num_experts - 1))) ** tokens
+    variance = experts * idle * (1.0 - idle) + experts * (experts - 1) * (both_idle - idle * idle)
+    spread = math.sqrt(3.0 * max(0.0, variance))
+    # Gauss-Hermite quadrature of three points: exact for the mean and the variance.
+    draws = ((active, 2 / 3), (max(1.0, active - spread), 1 / 6), (min(float(experts), active + spread), 1 / 6))
+    return Load(active, tokens * top_k * experts / num_experts, draws)
 
 
 _MIN_PROGRAMS = 330
@@ -80,7 +91,8 @@ def _per_slot_tile(weights: PackedWeights, slots: float, rows: int, columns: int
     if tile is None and four and not down and rows_per_sm <= 320:
         tile = TileConfig(16, 64, 128)  # five programs for each SM, in one wave
     if tile is None:
-        halves = four and _wave_cost(slots, rows, 64, 4) < _wave_cost(slots, rows, 128, 4)
+        draws = ((slots, 1.0),)
+        halves = four and _wave_cost(draws, rows, 64, 4) < _wave_cost(draws, rows, 128, 4)
         tile = _HALVES if halves else _wide_tile(weights)
     if columns >= LONG_K and ((down and rows_per_sm <= 80) or (four and rows_per_sm <= 50)):
         tile = replace(tile, num_stages=6)
@@ -147,18 +159,22 @@ def _wide_tile(weights: PackedWeights) -> TileConfig:
     return TileConfig(16, 128, 128, num_stages=3, maxnreg=maxnreg, scale_accumulators=False)
 
 
-def _wave_cost(parts: float, rows: int, width: int, resident: int) -> float:
+def _wave_cost(draws: tuple[tuple[float, float], ...], rows: int, width: int, resident: int) -> float:
     """Relative time of tiles `width` weight rows wide, of which `resident` run on one SM at once.
 
     Programs run in waves, and half of the time of a last, unfilled wave is lost. Rows that fill up the last tile cost
-    as much as others.
+    as much as others. The time is the mean over `draws` of experts, as in `Load`: programs that just fill the card in
+    one are a wave more in the next.
     """
     tiles = -(-rows // width)
-    waves = parts * tiles / (resident * _SMS)
-    return (0.5 + 0.5 * math.ceil(waves) / waves) * tiles * width / rows
+    lost = 0.0
+    for parts, share in draws:
+        waves = parts * tiles / (resident * _SMS)
+        lost += share * math.ceil(waves) / waves
+    return (0.5 + 0.5 * lost) * tiles * width / rows
 
 
-def _few_rows_tile(weights: PackedWeights, active: float, rows: int, columns: int, down: bool) -> TileConfig:
+def _few_rows_tile(weights: PackedWeights, load: Load, rows: int, columns: int, down: bool) -> TileConfig:
     """The heuristic's tile for few rows per expert: the one whose programs fill the SMs best.
 
     A long K takes steps of 256 columns, with narrow tiles of more than one wave, or in 4 bits with few programs. Beside
@@ -168,8 +184,8 @@ def _few_rows_tile(weights: PackedWeights, active: float, rows: int, columns: in
     four = code_bits(weights.format) == 4
     integers = weights.format.startswith("int")
     long = columns >= LONG_K
-    programs = active * -(-rows // 128)
-    programs_per_sm = active * -(-rows // 64) / _SMS  # programs of narrow tiles for each SM
+    programs = load.active * -(-rows // 128)
+    programs_per_sm = load.active * -(-rows // 64) / _SMS  # programs of narrow tiles for each SM
     # Long steps load more at once, and short ones leave room for more programs: with 3 to 4 in 8 bits, long steps need
     # a second wave (15 calls are 1.07 times as fast with short ones, 0.98 to 1.16;
     # `tests/golden/h200/tile-rule-6.json`).
@@ -179,14 +195,15 @@ def _few_rows_tile(weights: PackedWeights, active: float, rows: int, columns: in
     # Programs of a tile that one SM holds at once by their shared memory and registers, and what a tile costs beside
     # others in full waves, from times of an H200.
     costs = {
-        _wide_tile(weights): _wave_cost(active, rows, 128, 4),
-        narrow: narrow_cost * _wave_cost(active, rows, 64, 5),
+        _wide_tile(weights): _wave_cost(load.draws, rows, 128, 4),
+        narrow: narrow_cost * _wave_cost(load.draws, rows, 64, 5),
     }
     if long and (four or down) and 0.6 <= programs / _MIN_PROGRAMS < 1.0:
-        costs[TileConfig(16, 128, 256, num_stages=3)] = 1.05 * _wave_cost(active, rows, 128, 2)
-    if weights.format != "int8":
-        widest = TileConfig(16, 256, 64, scale_accumulators=False)
-        costs[widest] = (0.97 if integers else 1.03) * _wave_cost(active, rows, 256, 3)
+        costs[TileConfig(16, 128, 256, num_stages=3)] = 1.05 * _wave_cost(load.draws, rows, 128, 2)
+    if four or (down and weights.format == "mxfp8"):
+        # Zero points take fewer instructions so.
+        widest = TileConfig(16, 256, 64, scale_accumulators=weights.w13.zeros is not None)
+        costs[widest] = (0.97 if integers else 1.03) * _wave_cost(load.draws, rows, 256, 3)
     return min(costs, key=costs.__getitem__)
 
 
@@ -211,6 +228,12 @@ def _middle_tile(weights: PackedWeights, load: Load, rows: int, down: bool) -> T
     four = code_bits(weights.format) == 4
     long_steps = weights.format == "mxfp4" and not down
     if load.rows <= 28:
+        if weights.w13.zeros is not None and load.active * -(-rows // 256) >= _MIN_PROGRAMS:
+            # 91 calls with zero points are 1.06 times as fast, 0.96 to 1.17 (`tests/golden/h200/tile-rule-7.json`).
+            return TileConfig(32, 256, 64, scale_accumulators=False)
+        if weights.format == "mxfp8" and not down:
+            # Three programs with long steps run on one SM, four with short ones.
+            long_steps = _wave_cost(load.draws, rows, 128, 3) < _wave_cost(load.draws, rows, 128, 4)
         if long_steps or load.active * -(-rows // 128) < _MIN_PROGRAMS:
             return TileConfig(32, 128, 128, num_stages=3)
         # Scales on the weights: with taller tiles they cost less than those on the accumulators.
@@ -299,10 +322,10 @@ def heuristic_config(weights: PackedWeights, top_k: int, tokens: int) -> LaunchC
     swept = _swept_tiles(weights, load.active) if tokens > 4 else 1
     sweeping = TileConfig(16, 64, 128, num_stages=3, scale_accumulators=False, n_tiles=swept)
     if load.rows <= 14:
-        up = _few_rows_tile(weights, load.active, weights.w13.rows, weights.hidden, False)
+        up = _few_rows_tile(weights, load, weights.w13.rows, weights.hidden, False)
         if swept > 1:
             return LaunchConfig(up, sweeping)
-        down = _few_rows_tile(weights, load.active, weights.hidden, weights.intermediate, True)
+        down = _few_rows_tile(weights, load, weights.hidden, weights.intermediate, True)
         return LaunchConfig(up, _shared_columns(weights, load, down))
     if prefers_small_tiles(weights, load):
         return _few_experts_config(weights, load)

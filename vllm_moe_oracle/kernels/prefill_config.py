@@ -13,7 +13,7 @@ from .weights import PackedWeights, code_bits
 MAX_BLOCK_TOKENS = 128  # most tokens of a block
 # Bytes of shared memory for stages and results. The epilogue uses the rest.
 _SHARED_MEMORY_BUDGET = 222 * 1024
-_PERSISTENT_FROM = ((40, 0, 10e9), (28, 0, 60e9), (15, 5000, 0))
+_PERSISTENT_FROM = ((58, 0, 10e9), (34, 0, 20e9), (28, 0, 60e9), (15, 5000, 0))
 """The heuristic: from these rows per active expert, slots and multiplications of a call, these kernels are faster.
 
 Their tiles need several waves to make up for what starting them costs: many multiplications, or many slots."""
