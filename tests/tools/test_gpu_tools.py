@@ -18,6 +18,7 @@ from tests.lib import golden_files, reference
 from tests.lib.served import PROMPT, tolerance
 from tests.tools import batched_table, ranks_table, tile_search_table
 from vllm_moe_oracle.backends._hopper import BATCHED_SLOWER
+from vllm_moe_oracle.kernels import heuristic, prefill_config
 
 with mock.patch.dict(os.environ):  # the tool chooses its process's settings when it is imported
     from tests.gpu import batched_layers
@@ -49,16 +50,23 @@ def test_what_is_said_of_the_tile_rule_is_what_was_measured() -> None:
     ],
 )
 def test_tiles_of_few_experts_were_measured_as_they_are_chosen(file: str, what: str) -> None:
-    kept = []
-    for row in json.loads((DATA.parent / f"{file}.json").read_text())["rows"]:
-        weights = tune_kernels.stored(row["scheme"], row["shape"], "meta")
-        config = compare_tiles.chosen(weights, row["shape"], row["tokens"])
-        if tune_kernels.describe(config).replace("  ", "") == row["configs"][1] and "@ep" in row["shape"]:
-            kept.append(row)
-    ratios = [row["before"] / row["after"] for row in kept]
-    mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+    rows = json.loads((DATA.parent / f"{file}.json").read_text())["rows"]
     said = (ROOT / "vllm_moe_oracle/kernels/EXPERIMENTS.md").read_text()
-    assert f"{len(ratios)}{what} {mean:.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})" in said
+    assert _ratios([row for row in rows if "@ep" in row["shape"] and _is_chosen(row)], what) in said
+
+
+def _is_chosen(row: dict[str, Any], quantize: bool = False) -> bool:
+    """Whether the kernels still choose what a comparison has as the second configuration."""
+    weights = tune_kernels.stored(row["scheme"], row["shape"], "meta")
+    config = compare_tiles.chosen(weights, row["shape"], row["tokens"], quantize=quantize)
+    return tune_kernels.describe(config).replace("  ", "") == row["configs"][1]
+
+
+def _ratios(rows: list[dict[str, Any]], what: str = " calls", verb: str = "") -> str:
+    """How many calls are how many times as fast, as the experiments' page says it."""
+    ratios = [row["before"] / row["after"] for row in rows]
+    mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+    return f"{len(ratios)}{what} {verb}{mean:.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def test_choices_survive_their_file() -> None:
@@ -329,23 +337,56 @@ def test_the_rules_tiles_of_few_tokens_are_those_that_were_searched() -> None:
 def test_what_is_said_of_few_tokens_was_measured() -> None:
     rows = json.loads((FEW / "tile-rule-6.json").read_text())["rows"]
     few = [row for row in rows if row["configs"][1].strip().endswith("p")]
-    for row in rows:
-        weights = tune_kernels.stored(row["scheme"], row["shape"], "meta")
-        config = compare_tiles.chosen(weights, row["shape"], row["tokens"])
-        assert tune_kernels.describe(config).replace("  ", "") == row["configs"][1], row
-
-    def words(found: list[dict[str, Any]]) -> str:
-        ratios = [row["before"] / row["after"] for row in found]
-        mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
-        return f"{len(ratios)} calls {mean:.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
+    kept = [row for row in rows if _is_chosen(row)]
+    assert all(row in kept for row in few)
 
     longer = "16x64x256w4s3"
-    short = [row for row in rows if row["scheme"] == "mxfp8" and longer in row["configs"][0] and row not in few]
-    table = json.loads((FEW / "tile-table.json").read_text())["rows"]
-    left = []
-    for row in table:
-        weights = tune_kernels.stored(row["scheme"], row["shape"], "meta")
-        now = tune_kernels.describe(compare_tiles.chosen(weights, row["shape"], row["tokens"])).replace("  ", "")
-        left += [row] * (now == row["configs"][1])
+    short = [row for row in kept if row["scheme"] == "mxfp8" and longer in row["configs"][0] and row not in few]
+    left = [row for row in json.loads((FEW / "tile-table.json").read_text())["rows"] if _is_chosen(row)]
     said = (ROOT / "vllm_moe_oracle/kernels/EXPERIMENTS.md").read_text()
-    assert all(words(each) in said for each in (few, short, left)), [words(each) for each in (few, short, left)]
+    assert [words for words in map(_ratios, (few, short, left)) if words not in said] == []
+
+
+def test_what_is_said_of_the_present_rule_was_measured() -> None:
+    """Every row of its comparisons is a choice that the kernels still make."""
+    rows = json.loads((FEW / "tile-rule-7.json").read_text())["rows"]
+    activations = json.loads((FEW / "tile-rule-7-w8a8.json").read_text())["rows"]
+    assert all(map(_is_chosen, rows)) and all(_is_chosen(row, quantize=True) for row in activations)
+    few = [row for row in rows if row["rows"] <= 14]
+    middle = [row for row in rows if row["rows"] > 14]
+    zero_points = [row for row in middle if row["scheme"].endswith("z")]
+    mxfp8 = [row for row in middle if row["scheme"] == "mxfp8"]
+    assert len(middle) == len(zero_points) + len(mxfp8)
+    many = [row for row in activations if row["rows"] > 28]
+    said = (ROOT / "vllm_moe_oracle/kernels/EXPERIMENTS.md").read_text()
+    words = [_ratios(few), _ratios(zero_points), _ratios(mxfp8), _ratios(many)]
+    assert [each for each in words if each not in said] == []
+
+
+def test_what_is_said_of_the_hand_over_was_measured() -> None:
+    """How much the rule and the one before it lose to the better kernels, without the table."""
+    before = ((40, 0, 10e9), (28, 0, 60e9), (15, 5000, 0))
+    logs: dict[bool, list[float]] = {False: [], True: []}
+    layers = set()
+    for row in json.loads((FEW / "hand-over.json").read_text())["rows"]:
+        weights = tune_kernels.stored(row["scheme"], row["shape"], "meta")
+        layers.add((row["scheme"], row["shape"]))
+        (_, top_k, *_), _ = tune_kernels.sizes_of(row["shape"])
+        load = heuristic.expected_load(weights.experts, weights.num_experts, top_k, row["tokens"])
+        times = dict(zip(("Prefill" in each for each in row["configs"]), (row["before"], row["after"]), strict=True))
+        for now, rule in ((False, before), (True, prefill_config._PERSISTENT_FROM)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(prefill_config, "_PERSISTENT_FROM", rule)
+                small = heuristic.prefers_small_tiles(weights, load)
+                chosen = prefill_config.choose_prefill_config(
+                    weights, "", "", row["tokens"], rows=load.rows, slots=load.slots, small_tiles=small
+                )
+            logs[now].append(math.log(times[chosen is not None] / min(times.values())))
+    mean = {now: math.fsum(each) / len(each) for now, each in logs.items()}
+    wrong = {now: sum(each > math.log(1.05) for each in found) for now, found in logs.items()}
+    said = (ROOT / "vllm_moe_oracle/kernels/EXPERIMENTS.md").read_text()
+    words = (
+        f"{len(logs[True])} calls of {len(layers)} layers: the better one is missed by {100 * mean[True]:.1f} % in the "
+    )
+    words += f"mean, not {100 * mean[False]:.1f}; by more than 5 % in {wrong[True]}, not {wrong[False]} calls"
+    assert words in said, words

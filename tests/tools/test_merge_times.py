@@ -185,11 +185,13 @@ def test_a_time_stays_where_its_tiles_successor_was_no_slower(tmp_path: Path, mo
     now = tune_kernels.describe(compare_tiles.chosen(weights, "qwen3-30b-a3b@tp2", int(count)))
     compared = tmp_path / "compared.json"
 
-    def accepted(**changes: object) -> int:
+    def accepted(command: str = "compare_tiles before.json", **changes: object) -> int:
         row = {"scheme": "mxfp8", "shape": "qwen3-30b-a3b@tp2", "tokens": int(count), "before": 105.0, "after": 100.0}
-        compared.write_text(json.dumps({"rows": [row | {"configs": ["", now]} | changes]}))
+        rows = [row | {"configs": ["", now]} | changes]
+        compared.write_text(json.dumps({"conditions": {"command": command}, "rows": rows}))
         return kernel_choices.accept([compared])
 
+    assert accepted("compare_tiles before.json --measured --quantize") == 0  # of tiles for MXFP8 activations
     for changes in ({"before": 95.0}, {"configs": ["", "16x16"]}, {"shape": "qwen3-30b-a3b"}, {"tokens": 128}):
         assert accepted(**changes) == 0 and kernel_choices.changed() == [f"{key}, {count} tokens"]
     assert accepted() > 0 and kernel_choices.changed() == []
