@@ -166,8 +166,10 @@ def test_warming_up_says_how_long_it_took_and_happens_once(monkeypatch: pytest.M
     monkeypatch.setattr(_hopper_warmup.logger, "info", lambda text, *values: said.append(text % values))
     monkeypatch.setattr("vllm_moe_oracle.kernels.fused_moe.warmup", lambda *args, **kwargs: calls.append(kwargs) or 3)
     weights = BACKEND._allocate(layer, layer.local_experts, "meta")
-    _hopper_warmup.warm_up(weights, layer, [1, 2])
-    _hopper_warmup.warm_up(weights, layer, [1, 2])
+    _hopper_warmup.warm_up(weights, layer, [1, 2], ids_dtype=torch.int32)
+    _hopper_warmup.warm_up(weights, layer, [1, 2], ids_dtype=torch.int32)
     assert len(said) == 1 and "up to 2 tokens: 3 configurations ready in" in said[0]
-    _hopper_warmup.warm_up(weights, layer, [1, 2], quantize=True)
+    _hopper_warmup.warm_up(weights, layer, [1, 2], ids_dtype=torch.int32, quantize=True)
     assert [call["quantize_activations"] for call in calls] == [False, True]
+    _hopper_warmup.warm_up(weights, layer, [1, 2], ids_dtype=torch.int64)  # Triton compiles for a dtype of ids
+    assert [call["ids_dtype"] for call in calls] == [torch.int32, torch.int32, torch.int64]

@@ -3,7 +3,9 @@ are given, is right by a reference that shares no code with the package. The ker
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from tests.lib.wna16_layers import contents_of, layer_of
 from vllm_moe_oracle.backends import hopper_wna16_act_order
 from vllm_moe_oracle.backends.hopper_wna16_act_order import BACKEND
 from vllm_moe_oracle.core.decision import Accepted
-from vllm_moe_oracle.core.problem import Scheme
+from vllm_moe_oracle.core.problem import Parallel, Scheme
 from vllm_moe_oracle.kernels.weights import dequantize_expert, unpack_expert
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.settings import Settings
@@ -125,6 +127,19 @@ def test_many_tokens_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
         played(x, *args, **kwargs)
 
     assert outcome(layer, contents_of(layer), monkeypatch, kernel=counted) == "" and calls == [3 * K, 3 * K, K]
+
+
+@pytest.mark.parametrize("tokens", [3, 64])
+def test_parts_of_an_all_to_alls_calls_are_not_of_one_size(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = dataclasses.replace(kind(), parallel=Parallel(dp=2, format="batched"))
+    monkeypatch.setattr(hopper_wna16_act_order, "MAX_GATHERED_FEATURES", 8 * layer.hidden_size)
+    monkeypatch.setattr(hopper_wna16_act_order.HopperWna16, "_launches", launches := mock.Mock())
+    launches.return_value.counters = 0
+    tensors = {"w13": torch.empty(0), "w13_order": torch.empty(0)}
+    builder = FunctionRecorder(max_tokens=tokens, for_serving=False)
+    BACKEND.build_experts(tensors, layer, BACKEND.plan(layer, H200), builder)  # type: ignore[arg-type]
+    (called,) = launches.call_args_list
+    assert called.args[2:] == (min(tokens, 8), tokens <= 8)
 
 
 def test_scratch_memory_is_that_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:

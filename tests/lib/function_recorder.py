@@ -11,6 +11,7 @@ class FunctionRecorder:
     """A `Builder` that hands back the function that a backend gives it, and the size of its scratch memory."""
 
     def __init__(self, max_tokens: int = 64, for_serving: bool = True) -> None:
+        self.ids_dtype = torch.int32
         self.max_tokens = max_tokens
         self.for_serving = for_serving
 

@@ -343,18 +343,23 @@ def test_emulation_refuses_activations_that_it_would_quantize_otherwise(activati
     "activation",
     [
         Activation("gelu", alpha=1.702),
-        Activation("gelu_tanh", alpha=1.0),
+        Activation("gelu_tanh", beta=1.0),
         Activation("relu2", gated=False, limit=7.0),
         Activation("silu", gated=False, beta=1.0),
     ],
 )
-def test_emulation_refuses_parameters_that_have_no_meaning(activation: Activation) -> None:
-    (verdict,) = (
-        c
-        for c in evaluate_candidates(problem(activation=activation), H200, settings(), discover())
-        if c.backend == "emulation"
-    )
-    assert [reason.code for reason in verdict.reasons] == ["activation.parameters.undefined"]
+def test_no_backend_takes_parameters_that_have_no_meaning(activation: Activation) -> None:
+    verdicts = evaluate_candidates(problem(activation=activation), H200, settings(), discover())
+    codes = {each.backend: [reason.code for reason in each.reasons] for each in verdicts}
+    unknown = activation.name == "silu"  # without a gate
+    assert codes["emulation"] == ["activation.parameters.undefined"] and all(codes.values())
+    assert codes["hopper_mxfp8"] == ["activation" if unknown else "activation.parameters.undefined"]
+
+
+def test_parameters_that_change_nothing_are_taken() -> None:
+    layer = problem(activation=Activation("gelu_tanh", alpha=1.0, beta=0.0))
+    verdicts = evaluate_candidates(layer, H200, settings(), discover())
+    assert {each.backend for each in verdicts if each.accepted} >= {"emulation", "hopper_mxfp8"}
 
 
 def test_batch_invariance_is_the_reason_for_each_unproven_backend() -> None:

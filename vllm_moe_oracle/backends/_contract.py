@@ -17,6 +17,7 @@ from ..core.problem import ActivationPrecision, Device, Problem, SchemeName
 from ..core.sharding import padded_plan
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Tensors = Mapping[str, "Tensor"]
@@ -100,6 +101,10 @@ class Builder(Protocol):
     @property
     def for_serving(self) -> bool:
         """Whether the layer will serve requests; False for experts that are only tried once, as by the self-check."""
+
+    @property
+    def ids_dtype(self) -> torch.dtype:
+        """Dtype of the expert ids of a call: an all-to-all may deliver int64. Triton compiles kernels for each."""
 
     def register_buffer(self, tensor: Tensor) -> Tensor:
         """Registers a tensor that the experts keep besides the weights (counters, tables) as part of the layer.

@@ -299,7 +299,10 @@ class HopperBackend(Backend):
         ) -> None:
             weights = self._stored(tensors, launches.blank)
             if later and x.shape[0] >= profiling_tokens and not torch.cuda.is_current_stream_capturing():
-                warm_up(weights, problem.as_called(), later, tuned=launches.tuned, quantize=launches.quantize)
+                warm_up(
+                    weights, problem.as_called(), later, ids_dtype=topk_ids.dtype, tuned=launches.tuned,
+                    quantize=launches.quantize,
+                )  # fmt: skip
                 later.clear()
             addend = None if adapters is None else adapters.gate_up()
             h = None if addend is None else x.new_empty(topk_ids.numel(), weights.intermediate)
@@ -449,7 +452,10 @@ class HopperBackend(Backend):
         needs = itertools.accumulate((launches.nbytes(count, problem.top_k) for count in counts), max)
         few = sum(need <= MAX_LOADING_WORKSPACE for need in needs)
         weights = self._stored(tensors, launches.blank)
-        warm_up(weights, problem, counts[:few], tuned=launches.tuned, quantize=launches.quantize)
+        warm_up(
+            weights, problem, counts[:few], ids_dtype=builder.ids_dtype, tuned=launches.tuned,
+            quantize=launches.quantize,
+        )  # fmt: skip
         return [] if one_size else counts[few:]
 
     def _stored(self, tensors: Tensors, blank: PackedWeights) -> PackedWeights:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ..core.problem import Problem
 
 if TYPE_CHECKING:
+    import torch
+
     from ..kernels.launch_config import ConfigTable
     from ..kernels.weights import PackedWeights
 
@@ -38,7 +40,13 @@ def token_counts(most: int) -> list[int]:
 
 
 def warm_up(
-    weights: PackedWeights, problem: Problem, counts: list[int], *, tuned: ConfigTable = (), quantize: bool = False
+    weights: PackedWeights,
+    problem: Problem,
+    counts: list[int],
+    *,
+    ids_dtype: torch.dtype,
+    tuned: ConfigTable = (),
+    quantize: bool = False,
 ) -> None:
     """Runs the kernels of calls with these numbers of tokens on zeros, once for all layers that compile the same.
 
@@ -46,6 +54,7 @@ def warm_up(
         weights: of the layer, on a GPU.
         problem: the layer.
         counts: numbers of tokens, ascending.
+        ids_dtype: of a call's expert ids.
         tuned: configurations measured for the layer.
         quantize: activations pass through MXFP8.
     """
@@ -58,7 +67,7 @@ def warm_up(
         weights.format, weights.group, weights.dtype, weights.gated, weights.experts, weights.num_experts,
         weights.hidden, weights.intermediate, problem.scheme.zero_points, problem.has_bias, problem.top_k,
         activation.name, activation.limit is None, problem.parallel.ep > 1, problem.batch_invariant, problem.lora,
-        device, tuned, quantize,
+        device, tuned, quantize, ids_dtype,
     )  # fmt: skip
     done = _warm_counts.setdefault(key, set())
     missing = [count for count in counts if count not in done]
@@ -82,6 +91,7 @@ def warm_up(
             quantize_activations=quantize,
             batch_invariant=problem.batch_invariant,
             addend=addend,
+            ids_dtype=ids_dtype,
         )
     done.update(missing)
     logger.info(

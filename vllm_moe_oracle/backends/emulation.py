@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..core.activations import GATED, UNGATED, spec_of
+from ..core.activations import GATED, UNGATED
 from ..core.capabilities import Capabilities, Rule
 from ..core.decision import Numerics, ShardPlan
 from ..core.problem import Activation, ActivationPrecision, Device, Problem
@@ -63,8 +63,8 @@ class Emulation(Backend):
         *LORA_RULES,
         Rule(
             "activation.parameters.undefined",
-            lambda problem, device: not _params_are_defined(problem.activation),
-            lambda problem, device: f"some of alpha, beta and limit has no meaning for {problem.activation}",
+            lambda problem, device: not _has_bounds(problem.activation),
+            lambda problem, device: f"{problem.activation} needs its bounds, greater than zero",
         ),
         Rule(
             "vllm.ungated",
@@ -327,15 +327,12 @@ def _describe_precisions(problem: Problem) -> str:
     return f"quantizes activations of {name} experts to {' or '.join(_ACTIVATION_PRECISIONS[name])} only"
 
 
-def _params_are_defined(activation: Activation) -> bool:
-    if not activation.gated:
-        return activation.alpha is None and activation.beta is None and activation.limit is None
+def _has_bounds(activation: Activation) -> bool:
+    """Whether a function that is bounded by its parameters has them."""
     if activation.name == "situ":
         alpha, beta = activation.alpha or 0.0, 1.0 if activation.beta is None else activation.beta
-        return activation.limit is None and alpha > 0 and beta > 0
-    if activation.name == "swiglustep":
-        return activation.alpha is None and activation.beta is None and activation.limit is not None
-    return activation.alpha is None or "alpha" in spec_of(activation).formula
+        return alpha > 0 and beta > 0
+    return activation.name != "swiglustep" or activation.limit is not None
 
 
 BACKEND = Emulation()

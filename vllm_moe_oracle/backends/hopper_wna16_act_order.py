@@ -19,6 +19,7 @@ from ._contract import Tensors, WorkspaceForward
 from .hopper_wna16 import HopperWna16
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from ._contract import Builder
@@ -87,8 +88,10 @@ class HopperWna16ActOrder(HopperWna16):
     def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
         """Experts over the kernels, which see one expert a token."""
         # Of a builder, the kernels use only these members.
-        slot_builder = cast("Builder", _SlotBuilder(builder, tensors, problem.as_called()))
-        return super().build_experts(tensors, _per_slot_problem(problem), plan, slot_builder)
+        slots = _SlotBuilder(builder, tensors, problem.as_called())
+        if builder.max_tokens > slots.tokens_per_call:
+            problem = problem.as_called()  # an all-to-all's calls are of one size, their parts are not
+        return super().build_experts(tensors, _per_slot_problem(problem), plan, cast("Builder", slots))
 
 
 def _per_slot_problem(problem: Problem) -> Problem:
@@ -117,6 +120,11 @@ class _SlotBuilder:
     def for_serving(self) -> bool:
         """See `Builder`."""
         return self._builder.for_serving
+
+    @property
+    def ids_dtype(self) -> torch.dtype:
+        """See `Builder`."""
+        return self._builder.ids_dtype
 
     def register_buffer(self, tensor: Tensor) -> Tensor:
         """See `Builder`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..backends import MAX_CHECK_TOKENS, Forward, WorkspaceForward
@@ -62,6 +63,11 @@ class VllmBuilder:
             return self._adapter.batched_rows(self._moe)
         most = self._adapter.max_tokens(self._moe)
         return most if self.for_serving else min(most, self._trial_tokens)
+
+    @property
+    def ids_dtype(self) -> torch.dtype:
+        """Dtype of a call's expert ids."""
+        return self._adapter.ids_dtype(self._moe)
 
     def from_workspace_function(self, forward: WorkspaceForward, nbytes: Callable[[int, int], int]) -> Any:
         """Experts over a function with a workspace."""

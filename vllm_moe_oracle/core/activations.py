@@ -147,6 +147,25 @@ def alpha_beta(activation: Activation) -> tuple[float, float]:
     )
 
 
+def undefined_parameters(activation: Activation) -> tuple[str, ...]:
+    """What the layer states of alpha, beta and limit, but its formula does not use, and no reference could check.
+
+    Alpha 1 and beta 0, which change nothing, are not among them where the table has no others.
+    """
+    spec = spec_of(activation)
+    formula = spec.formula if activation.gated else ""
+    alone = {"alpha": 1.0, "beta": 0.0} if (spec.alpha, spec.beta) == (1.0, 0.0) and activation.name != "situ" else {}
+    found = [
+        name
+        for name in ("alpha", "beta")
+        if (value := getattr(activation, name)) is not None and name not in formula and value != alone.get(name)
+    ]
+    # A limit clamps the gate and up of any formula but situ's, which has bounds of its own.
+    if activation.limit is not None and (not activation.gated or spec.bounds_outputs):
+        found.append("limit")
+    return tuple(found)
+
+
 def canonical_name(name: str) -> str:
     """The table's name of a name in a model's config or of vLLM's, e.g. ``gelu_pytorch_tanh``, ``relu2_no_mul``."""
     name = name.strip().lower().removesuffix("_no_mul")

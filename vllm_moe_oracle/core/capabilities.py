@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from packaging.version import InvalidVersion, Version
 
+from .activations import undefined_parameters
 from .decision import Reason, ShardPlan
 from .problem import ActivationFormat, ActOrder, Device, Problem
 from .sharding import (
@@ -194,6 +195,9 @@ def _layer_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason]
     ):
         detail = f"does not pass the activation's alpha, beta or limit to its kernel, the layer has {activation}"
         reasons.append(Reason("activation.parameters", detail))
+    elif undefined := undefined_parameters(activation):
+        detail = f"the formula of {activation} has no {_join(undefined)}"
+        reasons.append(Reason("activation.parameters.undefined", detail))
     if problem.has_bias and not capabilities.bias:
         reasons.append(Reason("bias", "does not add expert biases, the layer has them"))
     if problem.num_experts % capabilities.experts_multiple:
