@@ -174,6 +174,9 @@ def test_the_kernels_are_given_everything_that_the_layer_has(monkeypatch: pytest
     run(x.clone(), x, torch.ones(5, 2), ids, places, torch.zeros(nbytes(5, 2), dtype=torch.uint8))
     assert (seen["activation"], seen["alpha"], seen["beta"], seen["limit"]) == ("swigluoai", 1.702, 1.0, 7.0)
     assert seen["expert_map"] is places
+    # Some all-to-alls deliver int64; the kernels are compiled for int32 before.
+    run(x.clone(), x, torch.ones(5, 2), ids.long(), places, torch.zeros(nbytes(5, 2), dtype=torch.uint8))
+    assert seen["args"][3].dtype == torch.int32
     given = seen["args"][1]
     for matrix, name in ((given.w13, "w13"), (given.w2, "w2")):
         assert matrix.codes is tensors[name] and matrix.bias is tensors[f"{name}_bias"]

@@ -611,6 +611,25 @@ def test_the_gain_over_stock_is_shown_where_it_is_known(
         assert text.startswith("unknown: ") and found is None
     (lora,) = run("explain", write(), "--device", file, "--lora", "--json").json["groups"]
     assert lora["decision"] is not None and lora["gain_over_stock"] is None
+    text, _ = gain("--device", file, "--ep", "--tp", "2", "--eplb")
+    assert text == "unknown: stock vLLM was timed without EPLB"
+    # Of the numbers of tokens that the objective weighs.
+    _, found = gain("--device", file, "--set", "objective=4:1,64:2")
+    assert {found["slowest"][0], found["fastest"][0]} <= {4, 8, 16, 32, 64}
+
+
+def test_stocks_times_are_of_the_kernel_that_stock_runs_for_the_packing(run: Run, tmp_path: Path) -> None:
+    """Marlin for these packings of MXFP4; Humming for another of the same shape, which is what was timed."""
+    config = json.loads((CONFIGS / "qwen3-30b-a3b.json").read_text())
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "mxfp4-pack-quantized"}}
+    packed = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": groups}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"quantization_config": packed}))
+    (group,) = run("explain", path, "--device", "nvidia-h200", "--json").json["groups"]
+    gain, decision = group["gain_over_stock"], group["decision"]
+    assert gain["stock"].startswith("marlin_mxfp4") and decision["backend"] == "hopper_mxfp4"
+    assert gain["speedup"] == pytest.approx(1 / (1 - decision["measured"]["time_saved"]))
 
 
 def test_predicted_times_have_their_error(run: Run, write: Write, tmp_path: Path) -> None:
@@ -1164,6 +1183,17 @@ def test_a_release_of_vllm_can_be_named(run: Run, write: Write, tmp_path: Path) 
 def test_a_release_is_named_without_its_v(run: Run, write: Write) -> None:
     command = ("explain", write(), "--device", "nvidia-h200", "--vllm")
     assert run(*command, "v0.29.0").out == run(*command, "0.29.0").out
+    assert run(*command, "0.33").out == run(*command, "0.33.0").out
+
+
+def test_a_release_of_vllm_brings_what_it_requires(run: Run, write: Write) -> None:
+    """Times of another Humming have its error."""
+    command = ("explain", write(), "--device", "nvidia-h200", "--vllm")
+    for release, humming in (("0.28.0", "0.1.12"), ("0.31.0", "0.1.16")):
+        found = run(*command, release, "--json").json
+        packages = found["device"]["packages"]
+        assert (packages["vllm"], packages["humming-kernels"], packages["torch"]) == (release, humming, "2.13.0")
+        assert f"humming-kernels 0.1.19, not {humming}" in run(*command, release).out
 
 
 @pytest.mark.parametrize("word", ["1_0", "+2", " 2", "2 ", "\u0662", "\uff12", "0x2", "two", "2.0"])

@@ -12,7 +12,6 @@ from ._contract import Backend, Builder, Tensors
 from ._hopper import CAPABILITIES
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from ..kernels.fp8_weights import Fp8Weights
@@ -75,7 +74,7 @@ class HopperFp8Backend(Backend):
 
         activation = problem.activation
         if builder.for_serving and tensors["w13"].is_cuda:
-            warm_up(self._stored(tensors, problem), problem, builder.ids_dtype)
+            warm_up(self._stored(tensors, problem), problem)
 
         def nbytes(tokens: int, top_k: int) -> int:
             return workspace_bytes(self._stored(tensors, problem), tokens, top_k) if tokens else 0
@@ -92,7 +91,7 @@ class HopperFp8Backend(Backend):
                 x,
                 self._stored(tensors, problem),
                 topk_weights,
-                topk_ids,
+                topk_ids.int(),  # the dtype that was compiled; some all-to-alls deliver int64
                 activation=activation.name,
                 alpha=activation.alpha,
                 beta=activation.beta,
@@ -115,11 +114,8 @@ class HopperFp8Backend(Backend):
         return Fp8Weights(w13, w2, getattr(torch, problem.dtype), problem.activation.gated)
 
 
-def warm_up(weights: Fp8Weights, problem: Problem, ids_dtype: torch.dtype) -> None:
-    """Compiles the layer's kernels for a dtype of expert ids, or reads them from Triton's cache.
-
-    Every number of tokens runs the same ones.
-    """
+def warm_up(weights: Fp8Weights, problem: Problem) -> None:
+    """Compiles the layer's kernels, or reads them from Triton's cache; every number of tokens runs the same ones."""
     import torch
 
     from ..kernels.fp8_moe import warmup
@@ -129,6 +125,5 @@ def warm_up(weights: Fp8Weights, problem: Problem, ids_dtype: torch.dtype) -> No
         places = torch.full((problem.num_experts,), -1, dtype=torch.int32, device=weights.w13.codes.device)
         places[: problem.local_experts] = torch.arange(problem.local_experts, dtype=torch.int32)
     warmup(
-        weights, problem.top_k, activation=problem.activation.name, limit=problem.activation.limit, expert_map=places,
-        ids_dtype=ids_dtype,
-    )  # fmt: skip
+        weights, problem.top_k, activation=problem.activation.name, limit=problem.activation.limit, expert_map=places
+    )

@@ -66,7 +66,7 @@ class MoeLayers:
         mtp_problems: the same for multi-token prediction modules, which vLLM loads as a model of their own for
             speculative decoding.
         refused: why vLLM refuses the model's other layers, so that a server does not start with or without this
-            package, as far as the config says; "" where it does not.
+            package unless the files leave them unquantized; "" where it does not.
     """
 
     problems: tuple[Problem, ...]
@@ -148,12 +148,13 @@ def _find_moe_layers(
         notes += (f"{rule}weight_packed): loading fails: the weights are reported as missing",)
     ordered = any(problem.scheme.act_order == "group" and problem.scheme.group_size != -1 for problem in problems)
     refused = refused_linear(*config.quantization) if config.quantization is not None and problems else ""
-    words = refused
     # Whether linear layers are quantized at all is not looked at here: a note, and no more.
     if not refused and ordered and min_versions.refuses_act_order_in_linear(vllm):
-        words = f"from {min_versions.LINEAR_WITHOUT_ACT_ORDER} on, vLLM refuses linear layers with act order in groups"
-    if words:
-        notes += (f"a server does not start, unless the files leave all layers but experts unquantized: {words}",)
+        refused = (
+            f"from {min_versions.LINEAR_WITHOUT_ACT_ORDER} on, vLLM refuses linear layers with act order in groups"
+        )
+    if refused:
+        notes += (f"a server does not start, unless the files leave all layers but experts unquantized: {refused}",)
     return MoeLayers(tuple(problems), tuple(unquantized), foreign, method, notes, tuple(mtp_problems), refused)
 
 

@@ -13,7 +13,7 @@ from ..core.problem import Device
 from ..core.sharding import describe_loaded_group
 from ..devices.detect import installed_packages
 from ..measurements.roofline import expert_bytes
-from ..measurements.stock_gain import is_stock_kernel, time_errors
+from ..measurements.stock_gain import is_stock_kernel, not_timed, time_errors
 from ..oracle.registry import default_registry
 from . import output
 from .layer_groups import LayerGroup
@@ -135,11 +135,13 @@ _GAIN_ROW = "gain over stock"
 def _describe_gain(group: LayerGroup, decision: Decision) -> str:
     """The gain over stock vLLM, or why none is known."""
     if group.refused:
-        return "none, since a server would not start: see the note"
+        return "unknown: a server starts only if the files leave other layers unquantized, see the note"
     if group.gain is not None:
         return str(group.gain)
     if is_stock_kernel(decision, default_registry()):
         return "none: this is stock vLLM's own kernel"
+    if missing := not_timed(group.problem):
+        return f"unknown: stock vLLM was timed without {missing}"
     return "unknown: this layer was not measured beside stock vLLM on such a machine, and nothing is predicted"
 
 

@@ -124,7 +124,6 @@ def warmup(
     activation: str,
     limit: float | None = None,
     expert_map: torch.Tensor | None = None,
-    ids_dtype: torch.dtype = torch.int32,
 ) -> None:
     """Compiles every kernel of the layer (or reads it from Triton's cache) by running one token of zeros.
 
@@ -132,7 +131,7 @@ def warmup(
     """
     device = weights.w13.codes.device
     x = torch.zeros(1, weights.hidden, dtype=weights.dtype, device=device)
-    ids = torch.arange(top_k, device=device, dtype=ids_dtype).view(1, top_k)
+    ids = torch.arange(top_k, device=device, dtype=torch.int32).view(1, top_k)
     ids %= weights.experts if expert_map is None else expert_map.numel()
     fused_moe_fp8(
         x,

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ..core.decision import Decision, MeasuredOutcome
 from ..core.objectives import Objective, parse_objective
-from ..core.problem import Device
+from ..core.problem import Device, Problem
 from ..oracle.measured_choice import LatencyCurve
 from ..oracle.registry import Registry
 from . import latency_model, profile
@@ -66,14 +66,26 @@ def stock_gain(decision: Decision, device: Device, registry: Registry, objective
         objective: the setting of that name.
     """
     problem = decision.problem
-    if problem.lora or problem.eplb or problem.parallel.is_batched:
-        return None  # timed were layers without these
+    if not_timed(problem):
+        return None
     here, shape = Environment.of(device), kernel_shape_of(problem)
     counts = parse_objective(objective)
+    _, _, runs = registry[_static_choice(decision)].stock_class.rpartition(":")
     for found in profile.comparisons_for(here):
-        if gain := _measured(found, shape, decision, counts):
+        # Stock vLLM runs another kernel for another packing of the same shape.
+        timed = found.stock_classes(shape).get(STOCK_DEFAULT, "")
+        if (not runs or timed in ("", runs)) and (gain := _measured(found, shape, decision, counts)):
             return gain
     return _over_stock_kernel(decision, registry)
+
+
+def not_timed(problem: Problem) -> str:
+    """What a layer has that no shipped times beside stock vLLM have; "" where they tell its gain."""
+    if problem.lora:
+        return "LoRA adapters"
+    if problem.eplb:
+        return "EPLB"
+    return "a batched all-to-all" if problem.parallel.is_batched else ""
 
 
 def _measured(found: profile.Profile, shape: KernelShape, decision: Decision, objective: Objective) -> StockGain | None:
@@ -92,15 +104,16 @@ def _measured(found: profile.Profile, shape: KernelShape, decision: Decision, ob
     if any(curve.coverage_gap(objective) for curve in curves):
         return None
     slower, faster = (curve.score(objective, ["uniform"]) for curve in curves)
-    ratios = sorted((stock[count] / own[count], count) for count in own)
+    weighted = [count for count in own if objective.weights[0][0] <= count <= objective.largest]
+    ratios = sorted((stock[count] / own[count], count) for count in weighted)
     return StockGain(
         "measured",
         math.exp(slower - faster),
         str(objective),
         f"stock vLLM's {found.stock_classes(shape).get(STOCK_DEFAULT) or 'own layer'}",
         f"the shipped times ({found.environment})",
-        slowest=ratios[0][::-1],
-        fastest=ratios[-1][::-1],
+        slowest=ratios[0][::-1] if ratios else None,
+        fastest=ratios[-1][::-1] if ratios else None,
     )
 
 

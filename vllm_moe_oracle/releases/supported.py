@@ -19,7 +19,7 @@ class Release:
 
     Attributes:
         version: vLLM's version.
-        requires: what a CUDA installation of it requires, version by distribution. Read for the newest release only.
+        requires: what a CUDA installation of it requires, version by distribution, by the metadata of its wheel.
         cpu_torch: version of torch that its CPU build requires; "" where there is none.
     """
 
@@ -28,19 +28,23 @@ class Release:
     cpu_torch: str = ""
 
 
+def _requires(torch: str, humming: str, flashinfer: str) -> Mapping[str, str]:
+    return {"torch": torch, "humming-kernels": humming, "flashinfer-python": flashinfer}
+
+
 TESTED_RELEASES = (
-    Release("0.22.1"),
-    Release("0.23.0"),
-    Release("0.24.0"),
-    Release("0.25.1"),
-    Release("0.26.0"),
-    Release("0.27.1", cpu_torch="2.13.0"),
-    Release("0.28.0", cpu_torch="2.13.0"),
-    Release("0.29.0", cpu_torch="2.13.0"),
-    Release("0.30.0", cpu_torch="2.13.0"),
-    Release("0.31.0", cpu_torch="2.13.0"),
-    Release("0.32.0", cpu_torch="2.13.0"),
-    Release("0.33.0", {"torch": "2.14.0", "humming-kernels": "0.1.19", "flashinfer-python": "0.7.2.post1"}),
+    Release("0.22.1", _requires("2.11.0", "0.1.2", "0.6.11.post2")),
+    Release("0.23.0", _requires("2.11.0", "0.1.4", "0.6.12")),
+    Release("0.24.0", _requires("2.11.0", "0.1.6", "0.6.12")),
+    Release("0.25.1", _requires("2.11.0", "0.1.10", "0.6.13")),
+    Release("0.26.0", _requires("2.11.0", "0.1.10", "0.6.14")),
+    Release("0.27.1", _requires("2.13.0", "0.1.10", "0.6.16.post3"), cpu_torch="2.13.0"),
+    Release("0.28.0", _requires("2.13.0", "0.1.12", "0.6.16.post3"), cpu_torch="2.13.0"),
+    Release("0.29.0", _requires("2.13.0", "0.1.12", "0.6.18"), cpu_torch="2.13.0"),
+    Release("0.30.0", _requires("2.13.0", "0.1.12", "0.6.18.post1"), cpu_torch="2.13.0"),
+    Release("0.31.0", _requires("2.13.0", "0.1.16", "0.7.0.post1"), cpu_torch="2.13.0"),
+    Release("0.32.0", _requires("2.13.0", "0.1.17", "0.7.0.post1"), cpu_torch="2.13.0"),
+    Release("0.33.0", _requires("2.14.0", "0.1.19", "0.7.2.post1")),
 )
 """Oldest first."""
 
@@ -55,10 +59,25 @@ _CPU_TORCH = next(each.cpu_torch for each in reversed(TESTED_RELEASES) if each.c
 CPU_RELEASES = tuple(each.version for each in TESTED_RELEASES if each.cpu_torch == _CPU_TORCH)
 """Versions whose CPU build requires the same torch as the newest CPU build. The tests serve a whole model with each."""
 
-DEFAULT_PACKAGES = {
-    "cuda": {"vllm": NEWEST, **TESTED_RELEASES[-1].requires},
-    "cpu": {"vllm": CPU_RELEASES[-1], "torch": _CPU_TORCH},
-}
+
+def packages_of(kind: str, version: str) -> dict[str, str]:
+    """Packages of an installation of a vLLM release, by distribution.
+
+    Args:
+        kind: of the device.
+        version: of vLLM, as it names itself or shorter (``v0.33``). A release that is not tested is taken to require
+            what the newest tested one before it does.
+    """
+    wanted = Version(version)
+    known = next((each for each in reversed(TESTED_RELEASES) if Version(each.version) <= wanted), TESTED_RELEASES[0])
+    name = known.version if Version(known.version) == wanted else str(wanted)
+    brings = (
+        known.requires if kind == "cuda" else {"torch": known.cpu_torch} if kind == "cpu" and known.cpu_torch else {}
+    )
+    return {"vllm": name, **brings}
+
+
+DEFAULT_PACKAGES = {"cuda": packages_of("cuda", NEWEST), "cpu": packages_of("cpu", CPU_RELEASES[-1])}
 """Packages of an installation of the newest tested release, by kind of device."""
 
 _ROUTED_EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts"

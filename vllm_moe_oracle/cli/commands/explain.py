@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from packaging.version import Version
 
 from ... import checkpoint, methods
 from ...checkpoint import MoeLayers
@@ -29,7 +28,7 @@ from ...measurements.tune_command import tune_command
 from ...oracle.registry import default_registry
 from ...oracle.selection import check_backend_names
 from ...releases.all2all import DEFAULT_ALL2ALL, all2all_names, effective_all2all, why_vllm_refuses
-from ...releases.supported import NEWEST, RELEASES
+from ...releases.supported import NEWEST, RELEASES, packages_of
 from ...settings import AUTO, Settings, excluded_by_vllm
 from ...settings import batch_invariant as batch_invariant_variable
 from .. import EXIT_NO_BACKEND, completion, explanation, output
@@ -321,7 +320,7 @@ def _resolve_device(word: str) -> Device:
 
 
 def _with_vllm(device: Device, version: str) -> Device:
-    """The device with another release of vLLM; its other packages stay.
+    """The device with another release of vLLM and the packages that it requires.
 
     Raises:
         SettingError: the release is not a supported one.
@@ -333,7 +332,7 @@ def _with_vllm(device: Device, version: str) -> Device:
     except StandDown as error:
         rule = f"{version!r} is not a supported release of vLLM: {error.rule}"
         raise SettingError(rule, f"Supported are {RELEASES[0]} to {NEWEST}", "--vllm") from error
-    return dataclasses.replace(device, packages={**device.packages, "vllm": str(Version(version))})  # without a "v"
+    return dataclasses.replace(device, packages={**device.packages, **packages_of(device.kind, version)})
 
 
 def _placement_notes(problems: Sequence[Problem], round_robin: bool) -> Iterator[str]:
