@@ -44,7 +44,7 @@ from vllm_moe_oracle.errors import CheckpointError
         ({"num_experts": True}, "num_experts is True, not an integer"),
         ({"num_experts": [128]}, "num_experts is None, not an integer"),
         ({"num_experts_per_tok": None}, "none of num_experts_per_tok, .* is set"),
-        ({"num_experts_per_tok": 129}, "top-129 of 128 experts"),
+        ({"num_experts_per_tok": 129}, "129 experts for each token, of 128 in all"),
         ({"num_experts_per_tok": 8.5}, "num_experts_per_tok is 8.5"),
         ({"hidden_size": {}}, "hidden_size is {}, not an integer"),
         ({"hidden_size": 0}, "hidden_size is 0, not between"),
@@ -81,7 +81,7 @@ from vllm_moe_oracle.errors import CheckpointError
         ({"quantization_config": compressed()}, "config_groups is missing or empty"),
         ({"quantization_config": compressed(group({"num_bits": "8"}))}, "num_bits is '8'"),
         ({"quantization_config": compressed(group(CT_MXFP8, [1]))}, r"input_activations is \[1\]"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": "4"}}, "bits is '4', not a width"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": "4"}}, "bits is '4', neither a positive integer"),
         (
             {
                 "quantization_config": {

@@ -242,6 +242,15 @@ def test_moe_backend_is_read_as_vllm_reads_it(word: str, run: Run, write: Write)
     assert result.json["groups"][0]["decision"]["backend"].startswith("trtllm_mxfp8")
 
 
+def test_moe_backends_of_other_layers_are_known(run: Run, write: Write) -> None:
+    """vLLM takes them for layers that the plugin leaves alone; for its own they are refused, with those that exist."""
+    for device in ("nvidia-h200", "cpu"):
+        left = run("explain", CONFIGS / "deepseek-v3.json", "--device", device, "--moe-backend", "cutlass")
+        assert left.status == 0 and "stock vLLM" in left.text
+    refused = run("explain", write(), "--device", "nvidia-h200", "--moe-backend", "cutlass")
+    assert refused.status == 3 and "is not a backend for mxfp8 experts; valid are auto, " in refused.text
+
+
 def test_the_remedy_of_a_refusal_is_kept(run: Run, write: Write) -> None:
     arguments = ("explain", write(), "--device", "cpu", "--set", "backend=marlin_mxfp8")
     remedy = "Choose an accepted one (cpu_dequantized, emulation), or auto, or set on_unavailable=fallback"
@@ -294,7 +303,7 @@ def test_the_option_backend_is_the_setting(run: Run, write: Write) -> None:
     assert result.status == 2 and "--backend: --set backend is given, too" in result.err
     # To vLLM's option only vLLM's names are known, and those are what would do instead.
     result = run("explain", path, "--device", "nvidia-h200", "--moe-backend", "marlim")
-    assert result.status == 2 and "Did you mean marlin? Valid are auto, " in result.err
+    assert result.status == 2 and "Did you mean marlin? Valid are " in result.err
     assert "hopper" not in result.err
     result = run("explain", path, "--device", "nvidia-h200", "--moe-backend", "hopper_mxfp8")
     text = result.text
@@ -673,8 +682,23 @@ def test_layers_that_a_server_leaves_to_stock_are_no_failure(run: Run, write: Wr
 def test_where_the_plugin_stands_down_is_said(kind: str, run: Run, write: Write, tmp_path: Path) -> None:
     file = tmp_path / "there.json"
     file.write_text(json.dumps({"kind": kind, "name": "Some GPU"}))
-    said = run("explain", write(), "--device", file).text
+    found = run("explain", write(), "--device", file)
+    said = found.text
     assert "the plugin would stand down, and vLLM choose by itself: no backend knows Some GPU's own kernels" in said
+    assert found.status == 0 and re.search(r"backend +stock vLLM's why +left to stock vLLM: no backend knows", said)
+
+
+def test_an_override_of_the_environment_without_effect_is_a_note(
+    run: Run, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a server, which starts unless it is strict."""
+    asked = ("explain", write(), "--device", "nvidia-h200")
+    monkeypatch.setenv("MOE_ORACLE_OVERRIDES", "re:nolayer=marlin")
+    found = run(*asked)
+    assert found.status == 0 and "override re:nolayer matches no layer" in found.text and "a server warns" in found.text
+    assert run(*asked, "--set", "overrides=re:nolayer=marlin").status == 2
+    monkeypatch.setenv("MOE_ORACLE_STRICT", "1")
+    assert run(*asked).status == 2
 
 
 def test_a_device_with_unprintable_words_is_refused(run: Run, write: Write, tmp_path: Path) -> None:

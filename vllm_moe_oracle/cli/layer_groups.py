@@ -7,11 +7,12 @@ from typing import Any
 
 from ..checkpoint.layer_names import compact_layer_names
 from ..checkpoint.serving import check_exchange
+from ..compat import check_platform
 from ..core.decision import Candidate, Decision
 from ..core.measurement_set import MeasurementSet
 from ..core.overrides import first_match
 from ..core.problem import Device, Problem, features_for_stock
-from ..errors import NoBackendError
+from ..errors import NoBackendError, StandDown
 from ..measurements import lookup
 from ..measurements.stock_gain import StockGain, stock_gain, time_errors
 from ..oracle.registry import default_registry
@@ -134,6 +135,8 @@ def _decided(
             objections = "; ".join(map(str, stock.reasons))
             rules = f"its {left_to} does not have these rules of {stock.backend}: {objections}"
             failure = f"left to stock vLLM: {rules}"
+        elif stands_down := _stands_down(device):
+            left_to, failure = STOCK_ITSELF, f"left to stock vLLM: {stands_down}"
         elif left_to:
             failure = f"left to stock vLLM, if stock vLLM can run {' and '.join(features)}: {failure}"
     return LayerGroup((), problem, decision, failure, judged, left_to)
@@ -147,3 +150,12 @@ def names_backends(settings: Settings) -> bool:
     """Whether the user names backends to run or not to run; layers that they cannot run are not left to stock vLLM."""
     named = settings.backend != AUTO or settings.overrides or settings.disable
     return bool(named) and settings.on_unavailable != "fallback"
+
+
+def _stands_down(device: Device) -> str:
+    """Why the plugin registers nothing on a kind of device; "" where it does."""
+    try:
+        check_platform(device.kind, device.name)
+    except StandDown as error:
+        return str(error)
+    return ""

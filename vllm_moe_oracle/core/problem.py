@@ -247,7 +247,7 @@ class Problem:
         if self.local_experts > self.num_experts:
             raise ValueError(f"{self.layer}: {self.local_experts} local experts of {self.num_experts} in all")
         if self.top_k > self.num_experts:
-            raise ValueError(f"{self.layer}: top-{self.top_k} of {self.num_experts} experts")
+            raise ValueError(f"{self.layer}: {self.top_k} experts for each token, of {self.num_experts} in all")
 
     @property
     def w13_rows(self) -> int:

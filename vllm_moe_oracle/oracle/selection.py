@@ -24,7 +24,7 @@ from ..core.objectives import parse_objective
 from ..core.overrides import first_match
 from ..core.problem import Device, Problem, satisfies_precision
 from ..errors import BackendDefect, NoBackendError, SettingError, did_you_mean
-from ..releases.supported import NEWEST
+from ..releases.supported import MOE_BACKENDS, NEWEST
 from ..settings import AUTO, Settings
 from .measured_choice import LatencyCurve, MeasuredChoice, choose_fastest
 from .registry import Registry, default_registry
@@ -99,12 +99,13 @@ def check_backend_names(settings: Settings, moe_backend: str = AUTO, registry: R
     registry = registry if registry is not None else default_registry()
     own = {backend.name for backend in registry}
     vllm_names = {name for backend in registry for name in backend.vllm_names}
+    options = vllm_names | MOE_BACKENDS | {AUTO}  # of layers that are left to stock vLLM, too
     for names, valid, source in (
         ([settings.backend], own | vllm_names | {AUTO}, settings.source("backend")),
         ([each.backend for each in settings.overrides], own | vllm_names | {AUTO}, settings.source("overrides")),
         (settings.disable, own, settings.source("disable")),
         # A name of this project is known here, and refused by each layer with the setting that takes it.
-        ([] if moe_backend in own else [moe_backend], vllm_names | {AUTO}, "--moe-backend"),
+        ([] if moe_backend in own else [moe_backend], options, "--moe-backend"),
     ):
         _require_known(names, sorted(valid), source, registry)
 
@@ -162,6 +163,18 @@ def decide(
     return _with_tiles(_automatic_decision(case, unavailable, measurements), measurements)
 
 
+def _no_choice_error(case: _DecisionInput, note: str) -> NoBackendError:
+    """That no candidate runs the layer without being named, with every reason; `note`: what was asked for before."""
+    what = "kernel" if case.accepted else "backend"
+    rejected = tuple(_only_by_name(candidate, case.registry) for candidate in case.candidates)
+    case = dataclasses.replace(case, candidates=rejected)
+    kernels = tuple(each for each in rejected if what == "backend" or each.backend != REFERENCE_BACKEND)
+    rule = f"no {what} can run {case.problem.scheme.name} experts here, on {case.device}"
+    rule += f"{_describe_shared_reasons(kernels)}{note}"
+    rule = f"{rule}\nEvery candidate for {case.problem}:\n{format_candidates(rejected)}\n"
+    return NoBackendError(rule, _nearest_remedy(case), case.problem.layer, rejected)
+
+
 def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: MeasurementSet | None) -> Decision:
     """The decision without an explicit request, or after one that cannot be followed.
 
@@ -171,16 +184,9 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
         measurements: as for `decide`.
     """
     note = f"; not what was asked for: {unavailable}" if unavailable else ""
-    problem, device = case.problem, case.device
     names = automatic_choices(case.candidates)
     if not names:
-        what = "kernel" if case.accepted else "backend"
-        rejected = tuple(_only_by_name(candidate, case.registry) for candidate in case.candidates)
-        case = dataclasses.replace(case, candidates=rejected)
-        rule = f"no {what} can run {problem.scheme.name} experts here, on {device}"
-        rule += f"{_describe_shared_reasons(case.candidates)}{note}"
-        rule = f"{rule}\nEvery candidate for {problem}:\n{format_candidates(case.candidates)}\n"
-        raise NoBackendError(rule, _nearest_remedy(case), problem.layer, case.candidates)
+        raise _no_choice_error(case, note)
     chosen = next(candidate for candidate in case.accepted if candidate.backend == names[0])
     if chosen.backend == REFERENCE_BACKEND:
         # A kernel would be faster, if a remedy makes one available.
@@ -403,14 +409,17 @@ def _merge_reasons(candidates: list[Candidate]) -> str:
 
 def _describe_shared_reasons(candidates: tuple[Candidate, ...]) -> str:
     """What speaks against the backend with the fewest reasons against it, or against all of those, as words behind a
-    rule; "" where these differ."""
+    rule; where these differ, against the first of them."""
     fewest = min((len(each.sentences) for each in candidates), default=0)
     nearest = [each.sentences for each in candidates if len(each.sentences) == fewest]
     shared = [sentence for sentence in nearest[0] if all(sentence in each for each in nearest)] if nearest else []
     if len(nearest) == 1:
         name = next(each.backend for each in candidates if len(each.sentences) == fewest)
         return f"; nearest is {name}: {'; '.join(shared)}"
-    return f"; each one: {'; '.join(shared)}" if shared else ""
+    if shared:
+        return f"; each one: {'; '.join(shared)}"
+    first = next((each for each in candidates if len(each.sentences) == fewest), None)
+    return f"; for example {first.backend}: {'; '.join(first.sentences)}" if first is not None else ""
 
 
 def _describe_unavailable(request: _ExplicitRequest, requested: list[Candidate], case: _DecisionInput) -> str:

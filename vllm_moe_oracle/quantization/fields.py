@@ -47,8 +47,10 @@ def read_integer(config: Mapping[str, Any], name: str, where: str, default: int 
     value = config.get(name)
     if value is None and default is not None:
         return default
+    if value is None:
+        raise CheckpointError(f"{name} is missing", where=where)
     if isinstance(value, bool) or not isinstance(value, int) or not (value == -1 or 0 < value < 1 << 20):
-        raise CheckpointError(f"{name} is {short_repr(value)}, not a width or a group size", where=where)
+        raise CheckpointError(f"{name} is {short_repr(value)}, neither a positive integer nor -1", where=where)
     return value
 
 

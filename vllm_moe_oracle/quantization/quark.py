@@ -87,7 +87,8 @@ def _single_step(steps: object) -> Any:
 def _entry_format(entry: object, where: str) -> ExpertFormat:
     """The format that one entry of a Quark config gives experts."""
     if not isinstance(entry, Mapping):
-        raise CheckpointError(f"an entry of Quark's config is {short_repr(entry)}, not an object", where=where)
+        rule = f"global_quant_config or an entry of layer_quant_config is {short_repr(entry)}, not an object"
+        raise CheckpointError(rule if entry is not None else "global_quant_config is missing", where=where)
     weights, inputs = (_single_step(entry.get(name)) for name in ("weight", "input_tensors"))
     if weights is None:
         return None

@@ -151,13 +151,13 @@ def command(
     machine = _with_vllm(_resolve_device(device), vllm)
     ranks = Ranks(tp, dp, ep, effective_all2all(all2all_backend or DEFAULT_ALL2ALL, vllm_version(machine)))
     layers = _find_layers(path, quantization, ranks, chosen, machine)
-    _check_overrides_match(chosen, layers)
+    unmatched = [*_check_overrides_match(chosen, layers)]
     invariant = batch_invariant_variable() if batch_invariant is None else batch_invariant
     server = _Server(machine, chosen, ranks, moe_backend, invariant, lora, lora_target_modules, eplb, round_robin)
     asked = batch_invariant if batch_invariant is not None else invariant or None
     measure = tune_command(path, chosen, tp=tp, dp=dp, ep=ep, quantization=quantization, batch_invariant=asked)
     groups = server.group(layers, measure)
-    notes = [*_notes(server, layers, groups, all2all_backend)]
+    notes = [*unmatched, *_notes(server, layers, groups, all2all_backend)]
     if device == "auto" and machine.kind == "cpu":
         rule = f"this machine has no GPU ({machine.name}): --device h100, or another name, answers for one with a GPU"
         notes.insert(0, rule)
@@ -384,11 +384,19 @@ def _activation_notes(layers: MoeLayers, settings: Settings) -> Iterator[str]:
         yield f"activations are {asked} by {source}, the checkpoint declares {' and '.join(declared)}"
 
 
-def _check_overrides_match(settings: Settings, layers: MoeLayers) -> None:
-    """Refuses settings that would change nothing, which a misspelled name and a stale expression both do."""
+def _check_overrides_match(settings: Settings, layers: MoeLayers) -> Iterator[str]:
+    """Says which settings of the environment would change nothing, as a misspelled name and a stale expression do.
+
+    Raises:
+        SettingError: another place has such a setting, or a strict server would not start.
+    """
     found = [problem.layer for problem in (*layers.problems, *layers.mtp_problems)]
     for override in unmatched_overrides(settings.overrides, found):
-        raise unmatched_override_error(override, found, settings.source("overrides"), compact_layer_names(found))
+        source = settings.source("overrides")
+        error = unmatched_override_error(override, found, source, compact_layer_names(found))
+        if settings.strict or not source.startswith("environment"):
+            raise error
+        yield f"{error}; a server warns, and starts"
 
 
 def _server_notes(server: _Server, method: str, groups: list[LayerGroup]) -> Iterator[str]:
