@@ -28,7 +28,7 @@ from vllm_moe_oracle.core.problem import Parallel, Scheme
 from vllm_moe_oracle.kernels import config as configs
 from vllm_moe_oracle.kernels import heuristic, launch_config
 from vllm_moe_oracle.kernels.fused_moe import workspace_layout
-from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig, fits_registers
 from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights, storage_errors
 from vllm_moe_oracle.measurements import lookup, model_shapes, profile
 from vllm_moe_oracle.measurements.environment import Environment
@@ -433,9 +433,9 @@ def test_candidates_keep_in_registers_what_has_room_there() -> None:
     """h of a sweep over 14336 columns would be 448 KiB a program; every measured configuration suits its own shape."""
     wide, _ = layer_of((8, 2, 4096, 14336))
     sweep = LaunchConfig(TileConfig(16, 64, 128), TileConfig(16, 64, 128, n_tiles=8))
-    assert not _hopper._fits_registers(wide, sweep)
+    assert not fits_registers(wide, sweep)
     narrow, _ = layer_of((384, 8, 7168, 256))
-    assert _hopper._fits_registers(narrow, sweep)
+    assert fits_registers(narrow, sweep)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 32, 64, 128])

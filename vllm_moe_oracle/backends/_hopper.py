@@ -62,9 +62,6 @@ CAPABILITIES = Capabilities(
 
 _MATRIX_PARTS = ("scale", "zero_point", "row_scale", "bias")
 
-_MAX_REGISTERS = {"h": 64, "weights": 128}
-"""Registers per thread that a tile may hold: h with n_tiles, weights with no_k_loop."""
-
 _timed_config: ContextVar[tuple[tuple[str, str], LaunchConfig] | None] = ContextVar("timed_config", default=None)
 """Inside `HopperBackend.use_tile`: format and shape of the layers that are timed, and the configuration they run."""
 
@@ -94,24 +91,6 @@ def _profiling_tokens(uncompiled: list[int]) -> int:
 def _tile_boundaries(plan: ShardPlan, most: int) -> list[int]:
     """Numbers of tokens up to `most` at which a plan's measured configurations begin and end."""
     return sorted({size for edge, _ in plan.tiles for size in (edge, edge + 1) if 1 <= size <= most})
-
-
-def _fits_registers(weights: PackedWeights, config: LaunchConfig) -> bool:
-    """Whether registers can hold what the configuration keeps there. A tile that spills takes minutes to compile."""
-    from ..kernels.weights import code_bits
-
-    bits = code_bits(weights.format)
-    for tile, columns in ((config.gate_up, weights.hidden), (config.down, weights.intermediate)):
-        thread_bytes = 4 * 32 * tile.num_warps
-        if tile.n_tiles > 1 and tile.bm * columns * 2 > _MAX_REGISTERS["h"] * thread_bytes:
-            return False
-        if (
-            tile.no_k_loop
-            and not tile.fused_topk
-            and tile.bn * columns * bits // 8 > _MAX_REGISTERS["weights"] * thread_bytes
-        ):
-            return False
-    return True
 
 
 _EVERY_NUMBER_UP_TO = 1 << 16
@@ -370,7 +349,7 @@ class HopperBackend(Backend):
             return workspace_layout(blank, tokens, problem.top_k, config, quantize=quantize).counters
 
         room = counters(None)
-        small = [each for each in found if _fits_registers(blank, each) and counters(each) <= room]
+        small = [each for each in found if counters(each) <= room]
         return tuple(json.dumps(each.to_json(), sort_keys=True) for each in small[:most])
 
     @contextlib.contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .heuristic import expected_load, heuristic_config, prefers_small_tiles
-from .launch_config import ConfigTable, LaunchConfig, TileConfig, config_errors, keeps_mx_groups
+from .launch_config import ConfigTable, LaunchConfig, TileConfig, config_errors, fits_registers, keeps_mx_groups
 from .prefill_config import PrefillConfig, choose_prefill_config
 from .weights import PackedWeights, code_bits
 
@@ -168,12 +168,10 @@ def _nearby_configs(
 
 def is_suitable(weights: PackedWeights, top_k: int, config: LaunchConfig, quantize: bool) -> bool:
     """Whether another shape's configuration can run this layer without more registers than it takes there."""
-    if config_errors(weights, top_k, config):
+    if config_errors(weights, top_k, config) or not fits_registers(weights, config):
         return False
     for tile, columns in ((config.gate_up, weights.hidden), (config.down, weights.intermediate)):
         if (tile.no_k_loop or tile.n_tiles > 1) and columns % (tile.bk * tile.k_parts):
-            return False
-        if tile.no_k_loop and columns > 4096:
             return False
     if config.down.fused_topk:
         choices = 1 << (top_k - 1).bit_length()

@@ -188,6 +188,23 @@ def shared_memory_bytes(tile: TileConfig, format: str, group: int, columns: int,
     return activations + (codes + 4 * words) * (tile.num_stages - 1)
 
 
+_MAX_REGISTERS = {"h": 64, "weights": 128}
+"""Registers per thread that a tile may hold: h with n_tiles, weights with no_k_loop."""
+
+
+def fits_registers(weights: PackedWeights, config: LaunchConfig) -> bool:
+    """Whether registers can hold what the configuration keeps there. A tile that spills takes minutes to compile."""
+    bits = code_bits(weights.format)
+    for tile, columns in ((config.gate_up, weights.hidden), (config.down, weights.intermediate)):
+        thread_bytes = 4 * 32 * tile.num_warps
+        if tile.n_tiles > 1 and tile.bm * columns * 2 > _MAX_REGISTERS["h"] * thread_bytes:
+            return False
+        held = tile.no_k_loop and not tile.fused_topk
+        if held and tile.bn * columns * bits // 8 > _MAX_REGISTERS["weights"] * thread_bytes:
+            return False
+    return True
+
+
 def keeps_mx_groups(weights: PackedWeights, config: LaunchConfig) -> bool:
     """Whether a tile of the first GEMM holds whole groups of 32 columns of h."""
     return config.gate_up.bn // (2 if weights.gated else 1) % 32 == 0
