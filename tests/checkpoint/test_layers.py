@@ -182,6 +182,13 @@ def test_routing_by_table_and_by_square_root_of_softplus(explain: Any) -> None:
     assert {first.routing.method, last.routing.method} == {"deepseekv4"}
 
 
+def test_layers_for_multi_token_prediction_are_told_from_the_models(explain: Any) -> None:
+    """DeepSeek-V3 as it is published, in fp8."""
+    published = json.loads((CONFIGS / "deepseek-v3.json").read_text())
+    (note,) = (each for each in explain(published).notes if "experts in fp8" in each)
+    assert note.endswith("model.layers.3-61.mlp.experts (for multi-token prediction: model.layers.61.mlp.experts)")
+
+
 def test_unlisted_mtp_layers_are_noted(explain: Any) -> None:
     assert any("multi-token-prediction" in note for note in explain(quantized("minimax-m2")).notes)
     # As Qwen3.5's configs call them.

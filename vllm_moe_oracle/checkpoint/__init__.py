@@ -10,7 +10,7 @@ differently, so each field has a list of names; what a model's code decides stan
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Problem, Scheme
@@ -142,7 +142,8 @@ def _find_moe_layers(
             found.append(layer_problem(kinds[kind], index, name, layer_format, ranks, ragged_shards, vllm))
     compared = [layer for layer in (names | mtp_names).values() if layer.modules[0] not in foreign]
     said, packed = _notes_on_files(config, compared, problems, mtp_problems)
-    notes = (*_notes(config, unquantized, foreign, online, packed), *said)
+    drafts = {layer.modules[0] for layer in mtp_names.values()}
+    notes = (*_notes(config, unquantized, foreign, drafts, online, packed), *said)
     if model_type(config) == EVEN_SPLIT_MODEL_TYPE and any(problem.scheme.name == "wna16" for problem in problems):
         rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "
         notes += (f"{rule}weight_packed): loading fails: the weights are reported as missing",)
@@ -283,19 +284,25 @@ def _expert_formats(config: CheckpointFiles, online: str) -> tuple[FormatLookup,
 
 
 def _notes(
-    config: CheckpointFiles, unquantized: list[str], unsupported_formats: Mapping[str, str], online: str, packed: bool
+    config: CheckpointFiles,
+    unquantized: list[str],
+    unsupported_formats: Mapping[str, str],
+    drafts: Container[str],
+    online: str,
+    packed: bool,
 ) -> Iterable[str]:
-    """Notes on the config; `packed`: the files of layers that it leaves out hold quantized experts."""
+    """Notes on the config; `packed`: the files of layers that it leaves out hold quantized experts; `drafts`: names of
+    layers for multi-token prediction."""
     left = "which are left to stock vLLM, unaffected by this plugin"
     if unquantized:
-        yield f"{_count_layers(len(unquantized))} unquantized experts, {left}: {compact_layer_names(unquantized)}"
+        yield f"{_count_layers(len(unquantized))} unquantized experts, {left}: {_name_layers(unquantized, drafts)}"
     if config.quantization is None and not online and not packed:
         if model_type(config) == EVEN_SPLIT_MODEL_TYPE:
             yield "the plugin serves gpt-oss in MXFP4, as OpenAI publishes it; vLLM cannot quantize it at loading"
         else:
             yield f"--quantization {' or '.join(ONLINE_SCHEMES)} would quantize the experts at loading, for this plugin"
     for format, count in Counter(unsupported_formats.values()).items():
-        names = compact_layer_names([name for name, other in unsupported_formats.items() if other == format])
+        names = _name_layers([name for name, other in unsupported_formats.items() if other == format], drafts)
         yield f"{_count_layers(count)} experts in {format}, {left}: {names}"
     if unsupported_formats:
         yield f"{_SERVED[:1].lower()}{_SERVED[1:]}"
@@ -307,6 +314,13 @@ def _notes(
     mtp_count = next((config.model_config[name] for name in MTP_COUNT_FIELDS if config.model_config.get(name)), 0)
     if isinstance(mtp_count, int) and mtp_count > 0 and model_type(config) not in MTP_MODELS:
         yield f"layers of the {mtp_count} multi-token-prediction module(s) are not listed"
+
+
+def _name_layers(names: Collection[str], drafts: Container[str]) -> str:
+    """Names of layers, and which of them are for multi-token prediction."""
+    predicting = [name for name in names if name in drafts]
+    also = f" (for multi-token prediction: {compact_layer_names(predicting)})" if predicting else ""
+    return f"{compact_layer_names(names)}{also}"
 
 
 def _count_layers(count: int) -> str:
