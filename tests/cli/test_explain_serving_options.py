@@ -300,7 +300,7 @@ def measured_by(command: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> set[
         return {}
 
     monkeypatch.setattr(tuning, "tune", tune)
-    monkeypatch.setattr(layer_arguments, "require_gpu", lambda: known_device("nvidia-a100"))
+    monkeypatch.setattr(layer_arguments, "require_gpu", lambda _: known_device("nvidia-a100"))
     tool, *arguments = shlex.split(command)
     result = run(*arguments)
     assert (tool, result.status, result.err) == ("vllm-moe-oracle", 0, "")

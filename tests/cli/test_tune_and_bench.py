@@ -280,7 +280,7 @@ def pretend_bench(monkeypatch: pytest.MonkeyPatch, times: int, error: Exception 
         if error is not None:
             raise error
 
-    monkeypatch.setattr(layer_arguments, "require_gpu", lambda: card)
+    monkeypatch.setattr(layer_arguments, "require_gpu", lambda _: card)
     monkeypatch.setattr(layer_arguments, "parse_gpus", lambda words: ())
     monkeypatch.setattr(benchmarks, "bench", bench)
     monkeypatch.setattr(benchmarks, "conditions", lambda *arguments: {})

@@ -526,7 +526,7 @@ def pretended(backends: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tm
     from vllm_moe_oracle.measurements import model_shapes
 
     backends(SLOW, FAST, Slowed("wrong", 3.0, fault="numbers"))
-    monkeypatch.setattr(layer_arguments, "require_gpu", lambda: HERE)
+    monkeypatch.setattr(layer_arguments, "require_gpu", lambda _: HERE)
     monkeypatch.setattr(bench_command, "default_registry", tuning.default_registry)
     monkeypatch.setattr(model_shapes, "parse", lambda word: dataclasses.replace(LAYERS["mxfp8"], layer=word))
     monkeypatch.setenv("COLUMNS", "200")

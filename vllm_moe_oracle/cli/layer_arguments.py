@@ -109,8 +109,11 @@ def apply_settings(problem: Problem, settings: Settings) -> Problem:
     return with_activations(problem, settings)
 
 
-def require_gpu() -> Device:
+def require_gpu(elsewhere: str) -> Device:
     """This machine, which must be able to measure.
+
+    Args:
+        elsewhere: what to do on the machine that can.
 
     Raises:
         MeasurementError: it has no NVIDIA GPU, or no vLLM.
@@ -118,8 +121,7 @@ def require_gpu() -> Device:
     here = detect.detect()
     if here.kind != "cuda":
         rule = f"there is no NVIDIA GPU here (this is {here})"
-        remedy = "Measure on the machine that serves, and carry its profile: tune --export FILE there, then set profile"
-        raise MeasurementError(rule, remedy)
+        raise MeasurementError(rule, elsewhere)
     if "vllm" not in here.packages:
         raise MeasurementError("vLLM is not installed", "Install it: its kernels are measured, too")
     return here

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SCHEMES = "mxfp8,mxfp4,int4_g128,int4_g32,int8_g128"
 """Formats of `--shape` where `--scheme` names none."""
+_ELSEWHERE = "Run it on the machine with the GPU: report, and tune --import, read its --jsonl FILE on any"
 
 
 _Schemes = Annotated[
@@ -131,7 +132,7 @@ def command(
     options = _bench_options(tokens, routing, replays, stock, backend, jobs, budget)
     if plot is not None:
         _check_plot_path(plot)
-    device = layer_arguments.require_gpu()
+    device = layer_arguments.require_gpu(_ELSEWHERE)
     options = dataclasses.replace(
         options,
         gpus=layer_arguments.parse_gpus(gpus),

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from ...measuring.tuning import TuneOptions, TuneOutcome
 
 
+_ELSEWHERE = "Measure on the machine that serves, and carry its profile: tune --export FILE there, then set profile"
+
 _Tokens = Annotated[
     str,
     counts_option(
@@ -127,7 +129,7 @@ def command(
     if export is not None:
         _check_export(export, problems)
     known = [profiles.read(each) for each in profile or []]
-    device = layer_arguments.require_gpu()
+    device = layer_arguments.require_gpu(_ELSEWHERE)
     options = dataclasses.replace(options, tiles=tiles, gpus=layer_arguments.parse_gpus(gpus))
     _note_unused_profiles(profile or [], known, device)
     store = _open_store(chosen)
