@@ -276,6 +276,7 @@ def _draw_times(axis: Any, panel: LayerPanel, colors: Mapping[str, int], color_o
     low, high = axis.get_ylim()
     ticks = [each for power in range(-1, 9) for part in (1, 2, 5) if low <= (each := part * 10.0**power) <= high]
     axis.set_yticks(ticks, [f"{each:g}" for each in ticks])
+    axis.tick_params(length=0)  # the grid marks them
     axis.grid(True, alpha=0.5, clip_on=False)  # it ends where the axes do
 
 
