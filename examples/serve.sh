@@ -100,7 +100,8 @@ fail() {
         # vLLM's last error is that another process failed: the cause stands further up.
         printf '       errors and the plugin in %s:\n' "$log" >&2
         # A warning may quote an error that did not happen.
-        awk '/moe_oracle/ || !/ WARNING /' "$log" | grep -oE 'moe_oracle.*|[A-Za-z.]*(Error|Exception): .*' | awk '!seen[$0]++' | head -n 15 |
+        awk '/moe_oracle/ || !/WARNING /' "$log" |
+            grep -oE 'moe_oracle.*|[A-Za-z.]*(Error|Exception): .*' | awk '!seen[$0]++' | head -n 15 |
             cut -c 1-400 | sed 's/^/       | /' >&2 || true
         printf '       its last lines:\n' >&2
         # Without the list of HTTP routes, which would leave no room for anything else.

@@ -81,6 +81,7 @@ from vllm_moe_oracle.errors import CheckpointError
         ({"quantization_config": compressed()}, "config_groups is missing or empty"),
         ({"quantization_config": compressed(group({"num_bits": "8"}))}, "num_bits is '8'"),
         ({"quantization_config": compressed(group(CT_MXFP8, [1]))}, r"input_activations is \[1\]"),
+        ({"quantization_config": {"quant_method": "gptq", "group_size": 128}}, "bits is missing"),
         ({"quantization_config": {"quant_method": "gptq", "bits": "4"}}, "bits is '4', neither a positive integer"),
         (
             {

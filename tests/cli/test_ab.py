@@ -117,6 +117,18 @@ def wait_for_end(process: int) -> bool:
     return False
 
 
+def test_an_error_that_a_warning_quotes_is_not_the_first(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    lines = [
+        "WARNING 11-29 [resource.py] limit, see `OSError: [Errno 24] Too many open files`",
+        "ValueError: the cause",
+    ]
+    log.write_text("\n".join([*lines, *(f"line {number}" for number in range(40))]))
+    assert served_benchmark.tail(log).splitlines()[:2] == ["ValueError: the cause", "..."]
+    log.write_text("\n".join([f"INFO x\n(APIServer pid=1) {lines[0]}", *(f"line {number}" for number in range(40))]))
+    assert "Errno" not in served_benchmark.tail(log)
+
+
 def test_a_gain_is_said_with_its_interval(run: Run, tmp_path: Path) -> None:
     result = run("ab", "model", "--turns", 3, "--logs", tmp_path, "--tensor-parallel-size", 2)
     assert result.status == 0, result.err

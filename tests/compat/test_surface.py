@@ -16,7 +16,7 @@ from tests.lib import stock_names as stock
 from tests.lib.releases import DEFAULT_RELEASE, every_release
 from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.oracle.registry import default_registry
-from vllm_moe_oracle.releases.supported import DEFAULT_PACKAGES
+from vllm_moe_oracle.releases.supported import packages_of
 
 SAMPLE = (
     # What we use, of the default release: the file below ``vllm`` that defines it, and the name.
@@ -234,14 +234,15 @@ def test_what_cannot_be_proven_is_a_problem(code: str, message: str, monkeypatch
 
 
 @pytest.mark.matrix
-def test_what_an_installation_brings_is_what_its_metadata_says() -> None:
-    (metadata,) = releases.sources(RELEASES[-1]).glob("vllm-*.dist-info/METADATA")
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_an_installation_brings_is_what_its_metadata_says(release: str) -> None:
+    (metadata,) = releases.sources(release).glob("vllm-*.dist-info/METADATA")
     required = {
         requirement.name: str(requirement.specifier).removeprefix("==")
         for requirement in map(Requirement, re.findall(r"^Requires-Dist: (.*)$", metadata.read_text(), re.MULTILINE))
     }
-    brought = {**DEFAULT_PACKAGES["cuda"]}
-    assert brought.pop("vllm") == RELEASES[-1]
+    brought = packages_of("cuda", release)
+    assert brought.pop("vllm") == release
     assert brought == {name: required[name] for name in brought}
 
 

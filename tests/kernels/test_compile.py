@@ -187,10 +187,15 @@ def test_every_shipped_configuration_compiles(layer: str, tokens: int, config: L
     check(layer, tokens, config)
 
 
+_INT8 = "int8 g128: 256x8 3072x384 gated"
+SPILLED = {("qwen-int4", 32): 16, **{(_INT8, tokens): 8 for tokens in (16, 64, 128, 256)}}
+"""Bytes of stack that Triton 3.6 gives a thread where a tile of the table meets zero points (kernels/README.md)."""
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(("layer", "tokens", "config"), [*with_zero_points()])
 def test_shipped_configurations_compile_with_zero_points(layer: str, tokens: int, config: LaunchConfig) -> None:
-    check(layer, tokens, config, most_stack=16, zero_points=True)
+    check(layer, tokens, config, most_stack=SPILLED.get((layer, tokens), 0), zero_points=True)
 
 
 @pytest.mark.slow

@@ -20,10 +20,22 @@ from vllm_moe_oracle import compat
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.errors import StandDown
 from vllm_moe_oracle.releases import min_versions
-from vllm_moe_oracle.releases.supported import NEWEST, TESTED_RELEASES, packages_of
+from vllm_moe_oracle.releases.supported import MOE_BACKENDS, NEWEST, TESTED_RELEASES, packages_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NEWEST_GROUP = compat.RELEASE_GROUPS[-1]
+
+
+@every_release
+def test_every_value_of_moe_backend_is_known(version: str) -> None:
+    """By vLLM's own list; releases before it had an option of its own keep none there."""
+    file = sources(version) / "vllm" / "config" / "kernel.py"
+    text = file.read_text() if file.exists() else ""
+    listed = re.search(r"^MoEBackend = Literal\[(.*?)\]", text, re.MULTILINE | re.DOTALL)
+    if listed is None:
+        assert Version(version) < Version(NEWEST), "the newest release must have the list"
+        return
+    assert set(re.findall(r'"(\w+)"', listed[1])) - {"auto"} <= MOE_BACKENDS
 
 
 def test_packages_of_a_release_are_those_that_its_wheel_requires() -> None:

@@ -349,7 +349,9 @@ def test_what_is_said_of_few_tokens_was_measured() -> None:
 
 def test_what_is_said_of_the_present_rule_was_measured() -> None:
     """Every row of its comparisons is a choice that the kernels still make."""
-    rows = json.loads((FEW / "tile-rule-7.json").read_text())["rows"]
+    compared = json.loads((FEW / "tile-rule-7.json").read_text())
+    rows, rejected = compared["rows"], compared["rejected"]
+    assert not any(map(_is_chosen, rejected))
     activations = json.loads((FEW / "tile-rule-7-w8a8.json").read_text())["rows"]
     assert all(map(_is_chosen, rows)) and all(_is_chosen(row, quantize=True) for row in activations)
     few = [row for row in rows if row["rows"] <= 14]
@@ -363,7 +365,7 @@ def test_what_is_said_of_the_present_rule_was_measured() -> None:
     table = json.loads((FEW / "tile-table-zero-points.json").read_text())["rows"]
     for row in table:  # the table's tiles are chosen
         assert _is_chosen({**row, "configs": row["configs"][::-1]})
-    words.append(_ratios(table))
+    words += [_ratios(table), _ratios(rejected)]
     assert [each for each in words if each not in said] == []
 
 

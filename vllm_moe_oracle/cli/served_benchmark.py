@@ -235,7 +235,7 @@ def tail(log: Path) -> str:
         text = log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
         shown = [line for line in text.splitlines() if " Route: " not in line]
         # A warning may quote an error that did not happen.
-        earlier = (line for line in shown[:-_LOG_LINES] if " WARNING " not in line)
+        earlier = (line for line in shown[:-_LOG_LINES] if "WARNING " not in line)
         errors = dict.fromkeys(found[0] for line in earlier if (found := _ERROR.search(line)))
         return "\n".join([*list(errors)[:_ERROR_LINES], *(["..."] if errors else []), *shown[-_LOG_LINES:]])
     return ""
