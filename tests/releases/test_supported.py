@@ -27,13 +27,13 @@ NEWEST_GROUP = compat.RELEASE_GROUPS[-1]
 
 
 @every_release
-def test_every_value_of_moe_backend_is_known(version: str) -> None:
+def test_every_value_of_moe_backend_is_known(release: str) -> None:
     """By vLLM's own list; releases before it had an option of its own keep none there."""
-    file = sources(version) / "vllm" / "config" / "kernel.py"
+    file = sources(release) / "vllm" / "config" / "kernel.py"
     text = file.read_text() if file.exists() else ""
     listed = re.search(r"^MoEBackend = Literal\[(.*?)\]", text, re.MULTILINE | re.DOTALL)
     if listed is None:
-        assert Version(version) < Version(NEWEST), "the newest release must have the list"
+        assert Version(release) < Version(NEWEST), "the newest release must have the list"
         return
     assert set(re.findall(r'"(\w+)"', listed[1])) - {"auto"} <= MOE_BACKENDS
 
