@@ -685,13 +685,34 @@ def test_layers_that_a_server_leaves_to_stock_are_no_failure(run: Run, write: Wr
 
 
 @pytest.mark.parametrize("kind", ["rocm", "xpu"])
-def test_where_the_plugin_stands_down_is_said(kind: str, run: Run, write: Write, tmp_path: Path) -> None:
+def test_where_the_plugin_stands_down_is_said_once(kind: str, run: Run, write: Write, tmp_path: Path) -> None:
     file = tmp_path / "there.json"
     file.write_text(json.dumps({"kind": kind, "name": "Some GPU"}))
     found = run("explain", write(), "--device", file)
     said = found.text
-    assert "the plugin would stand down, and vLLM choose by itself: no backend knows Some GPU's own kernels" in said
     assert found.status == 0 and re.search(r"backend +stock vLLM's why +left to stock vLLM: no backend knows", said)
+    assert said.count("no backend knows Some GPU's own kernels") == 1
+
+
+def test_files_that_a_server_could_not_write_are_noted(run: Run, write: Write) -> None:
+    said = run("explain", write(), "--device", "l40s", "--set", "report=/nope/x").text
+    assert "--set report: /nope/x cannot be written: there is no directory /nope; a server warns, and starts" in said
+    measures = "at its first start a server measures for up to 60 s"
+    assert measures in said
+    for cache, reason in (("/proc/x", "nothing can be written in /proc"), ("~nobody-here/x", "is not a directory")):
+        kept = run("explain", write(), "--device", "l40s", "--set", f"cache={cache}")
+        assert kept.status == 0 and measures not in kept.text
+        assert re.search(f"not measure at its start, since the cache cannot be written: .*{reason}", kept.text)
+
+
+@pytest.mark.parametrize(("activation", "noted"), [(..., False), (None, True), ("silu", False)])
+def test_an_activation_that_is_null_is_noted(activation: Any, noted: bool, run: Run, tmp_path: Path) -> None:
+    config = json.loads((CONFIGS / "qwen3-30b-a3b.json").read_text()) | {"quantization_config": MODELOPT}
+    config.pop("hidden_act", None)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config if activation is ... else config | {"hidden_act": activation}))
+    result = run("explain", path, "--device", "h200")
+    assert result.status == 0 and ("the config's hidden_act is null: taken as silu" in result.text) == noted
 
 
 def test_an_override_of_the_environment_without_effect_is_a_note(

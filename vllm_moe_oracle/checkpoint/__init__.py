@@ -40,7 +40,7 @@ from .layer_names import (
     mtp_layer_names,
     unread_experts,
 )
-from .layer_problem import layer_problem, model_dtype
+from .layer_problem import layer_problem, model_dtype, null_activation_note
 from .model_fields import MAX_RANKS, kinds_of_experts, model_type
 from .ranks import Ranks
 from .tensor_headers import are_in_16_bits, are_quantized, kinds_of_tensors
@@ -308,9 +308,7 @@ def _notes(
         yield f"{_SERVED[:1].lower()}{_SERVED[1:]}"
     if config.quantization is not None:
         yield from config_notes(*config.quantization)
-    note = model_dtype(config)[1]
-    if note:
-        yield note
+    yield from filter(None, (model_dtype(config)[1], null_activation_note(config)))
     mtp_count = next((config.model_config[name] for name in MTP_COUNT_FIELDS if config.model_config.get(name)), 0)
     if isinstance(mtp_count, int) and mtp_count > 0 and model_type(config) not in MTP_MODELS:
         yield f"layers of the {mtp_count} multi-token-prediction module(s) are not listed"

@@ -301,6 +301,15 @@ def _routing_method(kind: str, scoring: str, renormalize: bool, groups: int | No
     return plain.get((scoring, renormalize), "unspecified")
 
 
+def null_activation_note(config: CheckpointFiles) -> str:
+    """A note where the config has an activation that is null, and no other; "" elsewhere."""
+    model = config.model_config
+    null = [name for name in ACTIVATION_FIELDS if name in model]
+    if not null or any(model[name] is not None for name in null) or activations.name_for_model_type(model_type(config)):
+        return ""
+    return f"the config's {null[0]} is null: taken as silu; the code of most models in vLLM refuses to load without one"
+
+
 def model_dtype(config: CheckpointFiles) -> tuple[str, str]:
     """The dtype that vLLM serves the model in by default, and a note where that is not the checkpoint's."""
     parts = (config.full_config, config.model_config)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..errors import MeasurementError
+from ..errors import MeasurementError, SettingError
+from ..settings import Settings, cache_dir
 
 
 def why_unwritable(path: Path, appended: bool = False) -> str:
@@ -28,6 +29,22 @@ def why_unwritable(path: Path, appended: bool = False) -> str:
     if exists and path.is_file() and not appended:
         places.append(Path(os.path.realpath(path)).parent)
     return "" if all(os.access(each, os.W_OK) for each in places) else "permission denied"
+
+
+def why_unwritable_report(settings: Settings) -> str:
+    """Why the file of the setting `report` could not be written; "" if it could, or none is set."""
+    if not settings.report:
+        return ""
+    reason = why_unwritable(Path(settings.report), appended=True)
+    return reason and f"{settings.source('report')}: {Path(settings.report)} cannot be written: {reason}"
+
+
+def why_unwritable_cache(settings: Settings) -> str:
+    """Why measurements could not be kept; "" if they could."""
+    try:
+        return why_unwritable_folder(cache_dir(settings))
+    except SettingError as error:
+        return str(error)
 
 
 def make_folder(folder: Path) -> None:

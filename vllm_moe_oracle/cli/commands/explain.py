@@ -46,6 +46,7 @@ from ..arguments import (
 from ..explanation import vllm_version
 from ..layer_groups import STOCK_ITSELF, LayerGroup, group_layers
 from ..usage_hints import require_a_path
+from ..writable import why_unwritable_cache, why_unwritable_report
 
 _Checkpoint = Annotated[
     str,
@@ -406,6 +407,8 @@ def _server_notes(server: _Server, method: str, groups: list[LayerGroup]) -> Ite
     yield from _memory_notes(groups, device)
     for name, reason in default_registry().load_errors.items():
         yield f"the backend of the entry point {name} could not be loaded: {reason}"
+    if unwritable := why_unwritable_report(settings):
+        yield f"{unwritable}; a server warns, and starts"
     if unused := profile_error(settings):
         yield f"{unused}{'; a strict server would not start' if server.refused_profile else ''}"
     if (
@@ -413,8 +416,13 @@ def _server_notes(server: _Server, method: str, groups: list[LayerGroup]) -> Ite
         and device.kind == "cuda"
         and any(group.measure and not group.problem.batch_invariant for group in groups)
     ):
-        words = f"at its first start a server measures for up to {settings.measure_at_start:g} s, and keeps the times"
-        yield f"{words}: the choice may change then (measure_at_start=0 switches it off)"
+        if unwritable := why_unwritable_cache(settings):
+            yield f"a server would not measure at its start, since the cache cannot be written: {unwritable}"
+        else:
+            words = (
+                f"at its first start a server measures for up to {settings.measure_at_start:g} s, and keeps the times"
+            )
+            yield f"{words}: the choice may change then (measure_at_start=0 switches it off)"
     if not settings.enabled:
         yield f"the plugin is switched off by {settings.source('enabled')}: vLLM would choose by itself"
         return
@@ -454,7 +462,8 @@ def _registration_notes(settings: Settings, method: str, groups: list[LayerGroup
         if (vllm := vllm_version(device)) is not None:
             check_release(vllm, settings.force)
     except StandDown as error:
-        yield f"the plugin would stand down, and vLLM choose by itself: {error}"
+        if not groups or any(str(error) not in group.failure for group in groups):
+            yield f"the plugin would stand down, and vLLM choose by itself: {error}"
     yield from ignored_env_vars.ignored_variables().values()
     if excluding := excluded_by_vllm():
         yield f"the plugin is {excluding}: vLLM would choose by itself"

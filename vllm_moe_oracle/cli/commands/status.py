@@ -9,7 +9,6 @@ import platform
 import sys
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -33,7 +32,7 @@ from ...settings import Settings, cache_dir, excluded_by_vllm
 from .. import EXIT_INVALID_INPUT, EXIT_UNHEALTHY, output
 from ..arguments import AsJson
 from ..entry_point_probe import find_unsafe
-from ..writable import why_unwritable, why_unwritable_folder
+from ..writable import why_unwritable_folder, why_unwritable_report
 
 _VALID_NAMES = " Valid are "
 """Where the list of all valid names begins in an error; standard error and JSON have it."""
@@ -86,7 +85,7 @@ def command(
         error = str(problem)
     report = _build_report(chosen, registry, error, register=check or verbose or as_json)
     # Servers start in spite of these.
-    notes = [] if chosen is None else [each for each in (profile_error(chosen), _unwritable_report(chosen)) if each]
+    notes = [] if chosen is None else [each for each in (profile_error(chosen), why_unwritable_report(chosen)) if each]
     unusable = [] if chosen is None else _unusable_backends(chosen, report["device"], registry)
     report["problems"] = [*_problems(report, error), *unusable, *notes]
     if as_json:
@@ -198,14 +197,6 @@ def _running_servers() -> Iterator[_ServerRecord]:
     for records in decision_records.running_servers():
         with contextlib.suppress(msgspec.ValidationError):  # of another release
             yield min(msgspec.convert(records, list[_ServerRecord]), key=lambda each: each.rank)
-
-
-def _unwritable_report(chosen: Settings) -> str:
-    """Why the file of the setting `report` could not be written; "" if it could, or none is set."""
-    if not chosen.report:
-        return ""
-    reason = why_unwritable(Path(chosen.report), appended=True)
-    return reason and f"{chosen.source('report')}: {Path(chosen.report)} cannot be written: {reason}"
 
 
 def _cache_report(chosen: Settings) -> dict[str, Any]:
