@@ -168,6 +168,7 @@ def test_more_work_takes_longer(name: str) -> None:
         ({"batch_invariant": True}, H200, "batch invariance"),
         ({"dtype": "float32"}, H200, "float32"),
         ({"num_experts": 4096, "local_experts": 4096}, H200, "num_experts 4096 is far outside"),
+        ({}, dataclasses.replace(H200, sm_count=16), "has 16 multiprocessors here, and 132 as a whole"),
         ({}, known_device("nvidia-b200"), "sm_90 only"),
         ({}, dataclasses.replace(H200, name="NVIDIA GH999"), "does not have NVIDIA GH999"),
     ],

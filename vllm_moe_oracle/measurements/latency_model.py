@@ -257,6 +257,8 @@ def why_unpredictable(model: LatencyModel, shape: KernelShape, device: Device) -
         return f"times are predicted for sm_{model.environment.capability} only"
     if here is None or there is None or not (here.memory_bandwidth_gb_s and here.peak_tflops.get("bf16")):
         return f"the catalog of GPUs does not have {device.name}"
+    if device.sm_count not in (0, here.sm_count):  # its share of the bandwidth is not known
+        return f"{device.name} has {device.sm_count} multiprocessors here, and {here.sm_count} as a whole (MIG)"
     if shape.act_order or shape.batch_invariant or shape.dtype == "float32":
         return "times of layers with act order, batch invariance or float32 are not predicted"
     for name, (smallest, largest) in model.sizes.items():
@@ -294,9 +296,7 @@ def predict(
     here, there = _required_spec(device.name), _required_spec(model.environment.gpu)
     fitted = here.name in {_required_spec(each).name for each in model.gpus}
     bandwidth, rate = scaling(here, there)
-    sm_count = device.sm_count or here.sm_count
-    rate *= sm_count / here.sm_count  # a part of a card (MIG) has its share
-    sms = sm_count / there.sm_count
+    sms = here.sm_count / there.sm_count
     known = {name: model.backends[name] for name in names if name in model.backends}
     times = {
         name: {"uniform": {tokens: predict_us(each, shape, tokens, router, bandwidth, rate, sms) for tokens in counts}}
