@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.lib import fresh_process
 
 ROOT = Path(__file__).resolve().parents[2]
+_servers = threading.local()
 _IDENTITY = ("-c", "user.name=drill", "-c", "user.email=drill@example.org", "-c", "core.hooksPath=")
 
 
@@ -90,24 +94,47 @@ class TreeCopy:
 
     def python(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Runs Python in the copy, which is what it imports; no setting of this project is passed on."""
-        environment = fresh_process.environment()
-        environment |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", **self.environment}
-        environment["PYTHONPATH"] = os.pathsep.join([str(self.root), *self.environment.get("PYTHONPATH", "").split()])
-        return subprocess.run([sys.executable, *words], cwd=self.root, env=environment, capture_output=True, text=True)
+        command = [sys.executable, *words]
+        return subprocess.run(command, cwd=self.root, env=self._variables(), capture_output=True, text=True)
 
     def test(self, *arguments: str) -> Run:
         """Runs pytest, up to the first failure, with these arguments."""
-        done = self.python("-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", "--tb=short", *arguments)
-        found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-        return Run(
-            done.returncode == 0,
-            found.group(1) if found and done.returncode else "",
-            (done.stdout + done.stderr)[-3000:],
-        )
+        words = ["-x", "-n", "0", "-p", "no:cacheprovider", "--tb=short", *arguments]
+        out, err = (self.root.parent / f"pytest.{name}" for name in ("out", "err"))
+        for file in (out, err):
+            file.unlink(missing_ok=True)
+        request = {"arguments": words, "folder": str(self.root), "environment": self._variables()}
+        status = _ask_server(request | {"out": str(out), "err": str(err)})
+        printed = out.read_text(encoding="utf-8")
+        found = re.search(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
+        said = (printed + err.read_text(encoding="utf-8"))[-3000:]
+        return Run(status == 0, found.group(1) if found and status else "", said)
+
+    def _variables(self) -> dict[str, str]:
+        places = [str(self.root), *self.environment.get("PYTHONPATH", "").split()]
+        variables = fresh_process.environment(OMP_NUM_THREADS="1", **self.environment)
+        variables.pop("PYTHONDONTWRITEBYTECODE", None)  # a copy is tested several times
+        return variables | {"PYTHONPATH": os.pathsep.join(places)}
 
     def _git(self, *words: str) -> str:
         command = ["git", *_IDENTITY, *words]
         return subprocess.run(command, cwd=self.root, check=True, capture_output=True, text=True).stdout
+
+
+def _ask_server(request: dict[str, Any]) -> int:
+    """The exit status of a run; each thread that asks has a server, which ends with this process."""
+    server: subprocess.Popen[str] | None = getattr(_servers, "own", None)
+    if server is None or server.poll() is not None:
+        command = [sys.executable, str(ROOT / "tests" / "lib" / "pytest_server.py")]
+        variables = fresh_process.environment(OMP_NUM_THREADS="1")
+        variables.pop("PYTHONPATH", None)
+        server = _servers.own = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=variables, text=True
+        )
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    return int(server.stdout.readline())
 
 
 def replaced(text: str, old: str, new: str, name: str) -> str:

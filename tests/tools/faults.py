@@ -17,6 +17,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 from tests.lib import readme_sections
 from tests.lib.tree_copies import ROOT, TreeCopy
@@ -180,23 +181,20 @@ FAULTS = (
 
 
 def catch(fault: Fault, tree: TreeCopy) -> Caught:
-    """Injects one fault into a copy and runs the tests that concern it.
+    """Injects one fault into a copy, runs the tests that concern it, and takes the fault back.
 
     Raises:
         ValueError: the file does not have the text once: the fault is out of date.
     """
     tree.edit(f"{PACKAGE}/{fault.file}", fault.old, fault.new)
-    for tier, arguments in (("default", ()), ("full", ("-m", "(full or slow) and not gpu and not matrix"))):
-        run = tree.test(fault.tests, *arguments)
-        if run.failure:
-            return Caught(run.failure.partition("[")[0], tier)
+    try:
+        for tier, arguments in (("default", ()), ("full", ("-m", "(full or slow) and not gpu and not matrix"))):
+            run = tree.test(fault.tests, *arguments)
+            if run.failure:
+                return Caught(run.failure.partition("[")[0], tier)
+    finally:
+        tree.restore()
     return Caught("", "")
-
-
-def catch_in_a_copy(fault: Fault) -> Caught:
-    """`catch` in a copy of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        return catch(fault, TreeCopy(Path(folder)))
 
 
 def table(caught: dict[Fault, Caught]) -> str:
@@ -213,7 +211,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
     chosen = parser.parse_args(arguments)
     caught = {}
-    with ThreadPoolExecutor(chosen.jobs) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(chosen.jobs) as pool:
+        copies: SimpleQueue[TreeCopy] = SimpleQueue()
+        for number in range(chosen.jobs):
+            copies.put(TreeCopy(Path(tempfile.mkdtemp(prefix=f"{number}.", dir=folder))))
+
+        def catch_in_a_copy(fault: Fault) -> Caught:
+            tree = copies.get()
+            try:
+                return catch(fault, tree)
+            finally:
+                copies.put(tree)
+
         for fault, by in zip(FAULTS, pool.map(catch_in_a_copy, FAULTS), strict=True):
             caught[fault] = by
             print(f"{by.tier or 'NOT CAUGHT':10} {fault.area}: {fault.what}: {by.test}", flush=True)

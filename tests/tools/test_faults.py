@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.lib import readme_sections
-from tests.lib.tree_copies import ROOT, Run, replaced
+from tests.lib.tree_copies import ROOT, Run, TreeCopy, replaced
 from tests.tools import faults
 
 
@@ -36,6 +36,9 @@ class Passing:
     def edit(self, name: str, old: str, new: str) -> None:
         pass
 
+    def restore(self) -> None:
+        pass
+
     def test(self, *arguments: str) -> Run:
         tier = "full" if len(arguments) > 1 else "default"
         return Run(tier != self.failing, "t.py::test_x[1]" if tier == self.failing else "", "")
@@ -48,8 +51,13 @@ def test_the_tier_that_catches_a_fault_is_told(tier: str) -> None:
     assert caught == faults.Caught("t.py::test_x" if tier else "", tier)
 
 
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> TreeCopy:
+    return TreeCopy(tmp_path_factory.mktemp("faults"))
+
+
 @pytest.mark.full
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.what)
-def test_a_fault_is_caught(fault: faults.Fault) -> None:
-    assert faults.catch_in_a_copy(fault).tier
+def test_a_fault_is_caught(fault: faults.Fault, tree: TreeCopy) -> None:
+    assert faults.catch(fault, tree).tier
