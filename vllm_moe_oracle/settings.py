@@ -403,7 +403,7 @@ def server_environment(assignments: Mapping[str, str]) -> dict[str, str]:
     Args:
         assignments: values by name of the setting; they replace the environment's.
     """
-    mine = {f"{ENV_PREFIX}{name.upper()}": value for name, value in assignments.items()}
+    mine = {env_var(name): value for name, value in assignments.items()}
     return {name: value for name, value in os.environ.items() if name != _RECORDS_DIR_VAR} | mine
 
 
@@ -484,6 +484,11 @@ def cache_dir(settings: Settings) -> Path:
         return Path.home() / ".cache" / "vllm-moe-oracle"
     except RuntimeError as error:
         raise SettingError(f"there is no cache directory: {error}", "Set MOE_ORACLE_CACHE to one", "cache") from error
+
+
+def report_path(settings: Settings) -> Path | None:
+    """The file of the setting `report`; None if none is set. The name of an unknown user is left as it is."""
+    return Path(os.path.expanduser(settings.report)) if settings.report else None
 
 
 def hub_cache_dir() -> Path:

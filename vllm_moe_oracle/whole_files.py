@@ -69,7 +69,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def append_whole(path: Path, data: bytes) -> None:
-    """Appends to a file, all or nothing.
+    """Appends to a file that no other process writes, all or nothing.
 
     Raises:
         OSError: it cannot be written. A part that was written is cut off again.

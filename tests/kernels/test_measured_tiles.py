@@ -338,6 +338,10 @@ def test_a_timed_configuration_holds_inside_the_context_only() -> None:
         TILE.replace('"num_warps": 4', '"num_warps": true'),
         TILE.replace('"split_k": 1', '"split_k": -1'),
         TILE.replace('"per_slot"', '"import"'),
+        TILE.replace('"fuse_sum": false', '"fuse_sum": [1]'),
+        TILE.replace('"scale_accumulators": true', '"scale_accumulators": []'),
+        TILE.replace('"scale_accumulators": true', '"scale_accumulators": 7'),
+        TILE.replace('"no_k_loop": false', '"no_k_loop": {}'),
     ],
 )
 def test_what_is_no_configuration_is_refused_and_serving_goes_on(text: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -37,6 +37,9 @@ def work(task: Any, send: worker_pool.SendProgress) -> Any:
     if word == "hang":
         send("begins")
         time.sleep(60)
+    if word == "linger":
+        os.closerange(3, 1000)
+        time.sleep(60)
     if word == "sleep":
         Path(rest[0]).write_text(str(os.getpid()))
         time.sleep(60)

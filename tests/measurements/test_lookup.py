@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from tests.lib.samples import measured_card
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.devices import catalog
+from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import latency_model, lookup, model_shapes, profile
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import RoutingKind, Sample, kernel_shape_of
@@ -107,6 +109,69 @@ def test_failures_in_a_skipped_source_stay_excluded(tmp_path: Path) -> None:
     made = decided(tmp_path, *full, given=given)
     assert made.backend == MARLIN and "by the cache" in made.explanation
     assert f"{OWN}: relative error 3.0e-01" in made.explanation
+
+
+def elsewhere(**changes: Any) -> Environment:
+    """The H200's environment with another kernel hash, driver or package."""
+    here = Environment.of(H200)
+    packages = here.packages | changes.pop("packages", {})
+    return msgspec.structs.replace(here, packages=packages, **changes)
+
+
+@pytest.mark.parametrize(
+    ("there", "backend", "counts"),
+    [
+        (elsewhere(kernels="0123"), OWN, False),
+        (elsewhere(packages={"vllm": "0.22.1"}), OWN, True),
+        (elsewhere(packages={"humming-kernels": "0.1.12"}), HUMMING, False),
+        (elsewhere(driver="570"), OWN, True),
+    ],
+)
+def test_a_failure_of_other_code_counts_for_nothing(
+    there: Environment, backend: str, counts: bool, tmp_path: Path
+) -> None:
+    """A release that mends a kernel would not run it until somebody measures again."""
+    full = [*times(HUMMING, 10 if backend == HUMMING else 50), *times(MARLIN, 40), *times(OWN, 15)]
+    assert decided(tmp_path / "cache", *full).backend == backend
+    given = tmp_path / "old.json"
+    profile.write(profile.make(there, {kernel_shape_of(LAYER): fails(backend, 4)}, {}), given)
+    chosen = settings.load({}, assignments={"cache": str(tmp_path / "cache"), "profile": str(given)})
+    made = decide(LAYER, H200, chosen, measurements=lookup.find_measurements(LAYER, H200, chosen))
+    assert (made.backend != backend) == counts and made.why == "measured"
+    assert counts or f"{backend} failed when its kernels were other code" in made.explanation
+
+
+def test_an_unfinished_run_hides_no_complete_one_of_the_same_cache(tmp_path: Path) -> None:
+    """The interrupted one has the closer environment: this machine's driver."""
+    made = decided(tmp_path, *times(HUMMING, 50), *times(MARLIN, 20), *times(OWN, 30))
+    assert made.backend == MARLIN and made.why == "measured"
+    here = dataclasses.replace(H200, driver="580.1")
+    Store(tmp_path).add(Environment.of(here), kernel_shape_of(LAYER), times(OWN, 30, (1,)))
+    chosen = settings.load({}, assignments={"cache": str(tmp_path)})
+    made = decide(LAYER, here, chosen, measurements=lookup.find_measurements(LAYER, here, chosen))
+    assert made.backend == MARLIN and made.why == "measured"
+
+
+def test_a_damaged_latency_model_is_a_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> None:
+        raise msgspec.ValidationError("Object missing required field `environment`")
+
+    monkeypatch.setattr(latency_model, "predict", broken)
+    chosen = settings.load({}, assignments={"cache": str(tmp_path)})
+    made = decide(LAYER, H200, chosen, measurements=lookup.find_measurements(LAYER, H200, chosen))
+    assert made.why == "static" and "the shipped latency model is not used: " in made.explanation
+
+
+def test_the_error_of_a_profile_does_not_grow(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{")
+    chosen = settings.load({}, assignments={"profile": str(tmp_path / "x.json")})
+    assert len({lookup.profile_error(chosen) for _ in range(3)}) == 1
+    frames = []
+    for _ in range(2):
+        with pytest.raises(MeasurementError) as caught:
+            lookup._read_profile(chosen.profile)
+        frames.append(len(caught.traceback))
+    assert frames[0] == frames[1]
 
 
 @pytest.mark.parametrize("predicted", [False, True])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import pickle
 import signal
@@ -602,10 +604,9 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("kind", ["database", "lock file"])
-def test_a_writer_waits_with_a_word_and_an_end(store: Store, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_WRITER_TIMEOUT", 0.6)
+def test_a_writer_waits_with_a_word_and_an_end(store: Store, kind: str) -> None:
     said: list[str] = []
-    writer = Store(store.path.parent, said.append)
+    writer = Store(store.path.parent, said.append, writer_seconds=0.6)
     path, code = (store.path, HOLDER) if kind == "database" else (store.path.with_name(f".{FILE_NAME}.lock"), FLOCK)
     with locked(path, code) as holder:
         with pytest.raises(MeasurementError, match=rf"by process {holder} \("):
@@ -622,3 +623,45 @@ def test_a_writer_waits_with_a_word_and_an_end(store: Store, kind: str, monkeypa
 def test_a_store_reaches_the_worker_processes_of_other_gpus(tmp_path: Path) -> None:
     for store in (Store(tmp_path), Store(tmp_path, tune._print_note)):
         assert pickle.loads(pickle.dumps(store)).path == store.path
+
+
+def test_no_environments_rows_crowd_out_another_ones(store: Store) -> None:
+    """A cache on a volume that machines with several drivers share."""
+    counts = range(1, 281)
+    for driver in range(17):
+        store.add(msgspec.structs.replace(HERE, driver=str(driver)), SHAPE, map(sample, counts))
+    found = store.samples(SHAPE)
+    assert [there.driver for there, _ in found] == [str(driver) for driver in reversed(range(17))]
+    assert {len(samples) for _, samples in found} == {len(counts)}
+
+
+def test_a_file_system_without_locks_is_an_error_of_the_cache(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    with pytest.raises(
+        MeasurementError, match=r"its directory has no locks: No locks available\. Set MOE_ORACLE_CACHE"
+    ):
+        store.prepare()
+
+
+def test_a_write_ahead_log_of_another_program_is_switched_off(store: Store) -> None:
+    store.add(HERE, SHAPE, [sample()])
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("CREATE TABLE x (y)")
+        connection.execute("DROP TABLE x")
+    with pytest.raises(MeasurementError, match=r"has a write-ahead log.*The next tune switches it off"):
+        store.samples(SHAPE)
+    assert [each.name for each in store.path.parent.glob("*.sqlite-*")] == []
+    store.prepare()
+    assert kept(store) == {1: sample().us}
+
+
+def test_a_reader_of_another_programs_file_promises_no_new_one(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.path.write_text("my notes\n" * 100)
+    for read in (lambda: store.samples(SHAPE), store.prepare):
+        with pytest.raises(MeasurementError, match=r"is not a store of measurements.*Move it away, or set MOE_ORACLE_"):
+            read()

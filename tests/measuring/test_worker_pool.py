@@ -17,6 +17,7 @@ from vllm_moe_oracle import settings
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import MeasurementError, SettingError
 from vllm_moe_oracle.measuring import worker_pool
+from vllm_moe_oracle.measuring.broken_context import breaks_context
 
 
 def test_each_process_sees_its_own_gpu_and_all_tasks_are_done(capfd: pytest.CaptureFixture[str]) -> None:
@@ -56,6 +57,28 @@ def test_a_silent_worker_is_killed_and_its_task_blamed() -> None:
     assert found[0] == ("lost", "it did not come back within 1 s") and found[4] == ("done", "fine")
     # Whoever killed the third did so from outside, and the fourth said itself what happened.
     assert crashed == [(0, found[0][1]), (1, "its process ended with status 3"), (3, "")]
+
+
+def test_a_worker_that_closed_its_pipe_and_lives_on_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "_KILL_SECONDS", 0.5)
+    found = pool_tasks.ends([("linger",), ("fine",)], [None])
+    assert found == {0: ("lost", "its process was ended by SIGKILL"), 1: ("done", "fine")}
+
+
+@pytest.mark.parametrize(
+    ("failure", "broken"),
+    [
+        ("RuntimeError: Triton Error [CUDA]: misaligned address", True),
+        ("RuntimeError: Triton Error [CUDA]: an illegal instruction was encountered", True),
+        ("RuntimeError: CUDA driver error: the launch timed out and was terminated", True),
+        ("AcceleratorError: CUDA error: unspecified launch failure", True),
+        ("RuntimeError: Triton Error [CUDA]: out of memory", False),
+        ("OutOfResources: out of resource: shared memory, Required: 300000, Hardware limit: 232448", False),
+        ("relative error 3.0e-01", False),
+    ],
+)
+def test_what_ends_a_context_is_told_by_its_words(failure: str, broken: bool) -> None:
+    assert breaks_context(failure) == broken
 
 
 def test_all_tasks_are_lost_when_the_time_is_spent() -> None:

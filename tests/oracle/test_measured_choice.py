@@ -177,7 +177,13 @@ def test_two_backends_share_a_layer_where_they_may() -> None:
     assert choose_fastest(times, names, BALANCED, 0.03).token_ranges == ()
     shared = choose_fastest(times, names, BALANCED, 0.03, lambda one, other: True)
     assert shared.token_ranges == (TokenRange("decoder", 362), TokenRange("prefiller", None))
-    assert "decoder up to 362 tokens, prefiller beyond" in shared.explanation
+    assert (
+        "decoder up to 362 tokens, prefiller beyond, which takes 18.4% less time than decoder alone"
+        in shared.explanation
+    )
+    # What is said of the decision is said of both: the base is the prefiller, whose time of 100 is 50 in one half.
+    assert shared.measured is not None and shared.measured.slower_at == ()
+    assert shared.measured.time_saved == pytest.approx(1 - 0.5**0.5)
 
 
 def test_one_backend_that_is_fastest_everywhere_is_not_split() -> None:

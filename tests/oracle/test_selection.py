@@ -28,6 +28,7 @@ from vllm_moe_oracle.core.decision import (
 from vllm_moe_oracle.core.problem import Activation, Device, Parallel, Problem, Routing, Scheme
 from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.errors import NoBackendError, SettingError
+from vllm_moe_oracle.measurements import model_shapes
 from vllm_moe_oracle.oracle.registry import Registry, default_registry, discover
 from vllm_moe_oracle.oracle.selection import decide, evaluate_candidates
 from vllm_moe_oracle.releases.supported import NEWEST
@@ -202,9 +203,31 @@ def test_everything_disabled_lists_each_candidate_with_its_reason() -> None:
 
 
 def test_a_disabled_backend_keeps_its_other_reasons() -> None:
-    some = registry([refusing("a", "rule.one"), FAST])
-    verdicts = evaluate_candidates(problem(), H200, settings(disable="a"), some)
-    assert [reason.code for reason in verdicts[1].reasons] == ["rule.one", "disabled"]
+    verdicts = evaluate_candidates(problem(dtype="float32"), H200, settings(disable="hopper_mxfp8"), default_registry())
+    (own,) = (each for each in verdicts if each.backend == "hopper_mxfp8")
+    assert len(own.reasons) > 1 and own.reasons[-1].code == "disabled"
+
+
+def test_a_third_partys_disabled_backend_is_not_called() -> None:
+    """Its method may hang, or end the process."""
+
+    class Fatal(type(backend("fatal"))):  # type: ignore[misc]
+        def plan(self, problem: Problem, device: Device) -> ShardPlan:
+            raise SystemExit(3)
+
+    verdicts = evaluate_candidates(problem(), H200, settings(disable="fatal"), registry([Fatal(), FAST]))
+    assert [(each.backend, [reason.code for reason in each.reasons]) for each in verdicts] == [
+        ("fast", []),
+        ("fatal", ["disabled"]),
+    ]
+
+
+def test_auto_is_no_remedy_where_only_a_name_would_do() -> None:
+    layer = model_shapes.parse("mxfp8:gpt-oss-20b")
+    with pytest.raises(NoBackendError, match=r"Choose an accepted one \(emulation\)$"):
+        decide(layer, known_device("nvidia-b200"), settings(backend="hopper_mxfp8"))
+    with pytest.raises(NoBackendError, match=r"\), or auto, or set on_unavailable=fallback$"):
+        decide(problem(), known_device("nvidia-b200"), settings(backend="hopper_mxfp8"))
 
 
 def test_disabling_what_does_not_exist_is_an_error_that_lists_what_does() -> None:

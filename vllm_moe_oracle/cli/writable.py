@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ..errors import MeasurementError, SettingError
-from ..settings import Settings, cache_dir
+from ..settings import Settings, cache_dir, report_path
 
 
 def why_unwritable(path: Path, appended: bool = False) -> str:
@@ -33,10 +33,10 @@ def why_unwritable(path: Path, appended: bool = False) -> str:
 
 def why_unwritable_report(settings: Settings) -> str:
     """Why the file of the setting `report` could not be written; "" if it could, or none is set."""
-    if not settings.report:
+    if (path := report_path(settings)) is None:
         return ""
-    reason = why_unwritable(Path(settings.report), appended=True)
-    return reason and f"{settings.source('report')}: {Path(settings.report)} cannot be written: {reason}"
+    reason = why_unwritable(path, appended=True)
+    return reason and f"{settings.source('report')}: {path} cannot be written: {reason}"
 
 
 def why_unwritable_cache(settings: Settings) -> str:

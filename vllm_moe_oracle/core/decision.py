@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -174,6 +175,11 @@ class TokenRange:
         return f"{self.backend} {f'up to {self.max_tokens} tokens' if self.max_tokens else 'beyond'}"
 
 
+def backend_in(token_ranges: Sequence[TokenRange], tokens: int) -> str:
+    """The backend of ranges, the last of which has no end, that runs a number of tokens."""
+    return next(each.backend for each in token_ranges if each.max_tokens is None or tokens <= each.max_tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class FilledTimes:
     """Predicted times of a candidate that was measured at most other numbers of tokens.
@@ -197,12 +203,12 @@ class MeasuredOutcome:
         objective: the token counts that mattered.
         source: where the measurements come from.
         comparison_base: the first backend of the static order that was measured: the static choice where it was.
-        time_saved: fraction of the base's time that the winner saves, over the objective; 0 when the base won.
+        time_saved: fraction of the base's time that the decision saves, over the objective; 0 when the base runs alone.
         ratio_error: standard deviation of the logarithm of the base's mean time over that of the candidate that was
             compared with it; 0 when both were measured.
         fastest: the fastest candidate at each measured number of tokens.
-        slower_at: where another candidate saves more of the winner's time than the setting `min_time_saving`: the
-            number of tokens, the other candidate, and the fraction of the winner's time that it saves.
+        slower_at: where another candidate saves more of the time of what runs than the setting `min_time_saving`: the
+            number of tokens, the other candidate, and the fraction of that time that it saves.
         times: the times of each compared candidate, by number of tokens.
         remarks: how the measuring machine differs from this one, and which candidates were not compared.
         errors: standard deviation of the logarithm of predicted times, by candidate; empty when all were measured.
@@ -271,10 +277,7 @@ class Decision:
 
     def backend_for(self, tokens: int) -> str:
         """The backend that runs a number of tokens."""
-        for span in self.token_ranges:
-            if span.max_tokens is None or tokens <= span.max_tokens:
-                return span.backend
-        return self.backend
+        return backend_in(self.token_ranges, tokens) if self.token_ranges else self.backend
 
     def with_activation_note(self, declared: ActivationPrecision, requested_by: str) -> Decision:
         """The decision; its explanation says when activations differ from what the checkpoint declares.

@@ -218,6 +218,11 @@ def parse_config(text: str) -> LaunchConfig:
     """
     try:
         config = LaunchConfig.from_json(json.loads(text))
+        flags = [config.per_slot, config.fuse_sum, config.prefetch]
+        for tile in (config.gate_up, config.down):
+            flags += [tile.scale_accumulators, tile.no_k_loop, tile.fused_topk]
+        if not all(type(each) is bool for each in flags):
+            raise ValueError(f"{config} has a flag that is neither true nor false")
         for tile in (config.gate_up, config.down):
             sizes = (tile.bm - tile.bm_rest, tile.bn, tile.bk, tile.num_warps, tile.k_parts)
             whole = all(type(each) is int and each > 0 and each & (each - 1) == 0 for each in sizes)

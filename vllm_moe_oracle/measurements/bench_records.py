@@ -125,16 +125,11 @@ class BenchRecord(msgspec.Struct, frozen=True, kw_only=True):
                 fields |= {"us": self.us[name], "low": low, "high": high, "replays": self.replays[name]}
                 fields |= {"error": self.errors[name], "router": self.router_included}
                 fields["tile"] = self.tiles.get(name, "")
-            elif is_out_of_memory(self.failures[name]):
+            elif mentions_out_of_memory(self.failures[name]):
                 continue
             else:
                 fields["failure"] = self.failures[name]
             yield msgspec.convert(fields, Sample)
-
-
-def is_out_of_memory(failure: str) -> bool:
-    """Whether a failure says nothing about the backend: free memory depends on what else runs on the GPU."""
-    return mentions_out_of_memory(failure)
 
 
 def silence(seconds: float) -> str:

@@ -210,12 +210,16 @@ def _release_error(package: str, old: str, new: str) -> float:
 
 
 def same_kernel_code(there: Environment, here: Environment) -> bool:
-    """Whether this project's kernels and Triton are the same in both environments, as far as known. Only then does a
-    tile configuration compile to the machine code that was measured."""
+    """Whether this project's kernels and the minor release of Triton are the same in both environments, as far as
+    known. Only then are a tile configuration and its time those of the kernel that was measured."""
     known = there.kernels and here.kernels
-    return not (known and there.kernels != here.kernels) and not _version_changes(
-        there.packages, here.packages, ("triton",)
-    )
+    return not (known and there.kernels != here.kernels) and is_same_triton(there, here)
+
+
+def is_same_release(package: str, there: Environment, here: Environment) -> bool:
+    """Whether two environments have one release of a package, whose build may differ, as far as known."""
+    changed = _version_changes(there.packages, here.packages, (package,))
+    return all(_release_key(old) == _release_key(new) for _, old, new in changed)
 
 
 def _version_changes(

@@ -1,10 +1,10 @@
 """Finds the measurements of a layer that are valid on a machine.
 
 Sources are searched in this order: the profile of the setting `profile`, the cache, the shipped profiles. The first
-source answers whose measurements are valid here and sufficient for a choice. Times of two sources are never combined,
-and an unfinished run of `tune` does not hide a complete profile. The few times that a backend lacks in a source are
-filled in (`missing_times`). Where no source suffices, times are predicted (`latency_model`). What cannot be read
-becomes a remark, not an error: serving does not depend on measurements.
+source answers whose measurements are valid here and sufficient for a choice, by those of the closest environment that
+are: an unfinished run of `tune` does not hide a complete one. Times of two environments are never combined. The few
+times that a backend lacks are filled in (`missing_times`). Where no source suffices, times are predicted
+(`latency_model`). What cannot be read becomes a remark, not an error: serving does not depend on measurements.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from ..core.decision import Candidate
 from ..core.measurement_set import MeasurementSet
 from ..core.objectives import parse_objective
 from ..core.problem import Device, Problem
-from ..errors import BackendDefect, MeasurementError, SettingError, sanitize
-from ..oracle.checked_backend import unchecked
+from ..errors import BackendDefect, MeasurementError, SettingError, mentions_out_of_memory, sanitize
+from ..oracle.checked_backend import is_own
 from ..oracle.measured_choice import LatencyCurve, choose_fastest
 from ..oracle.registry import default_registry
 from ..oracle.selection import REFERENCE_BACKEND, equivalent_backends, evaluate_candidates
 from ..settings import Settings, cache_dir
 from ..untrusted import boundary
 from . import environment, latency_model, profile
-from .bench_records import is_out_of_memory
 from .environment import Environment
 from .kernel_shape import KernelShape, Sample, kernel_shape_of
 from .missing_times import Predict, fill_missing
 from .store import shared_store
 
 _EnvironmentSamples = tuple[Environment, list[Sample]]
+
+_MAX_ENVIRONMENTS = 4
+"""Environments of a source that are asked for a sufficient answer: each costs a comparison of all backends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,11 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
     def predicted_here(names: Sequence[str], counts: Sequence[int] = latency_model.TOKENS) -> MeasurementSet:
         if device.kind != "cuda":
             return MeasurementSet()
-        return latency_model.predict(shape, device, names, router, None, counts)
+        try:
+            with boundary(MeasurementError, "cannot be used", "Install vllm-moe-oracle again"):
+                return latency_model.predict(shape, device, names, router, None, counts)
+        except MeasurementError as error:
+            return MeasurementSet(remarks=(sanitize(f"the shipped latency model is not used: {error}"),))
 
     remarks: list[str] = []
     first: MeasurementSet | None = None
@@ -78,21 +84,18 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
     for name, read in _sources(settings, device):
         try:
             with boundary(MeasurementError, "cannot be used"):
-                valid = _closest_environment(name, read(shape), here, remarks)
-                if valid is None:
-                    continue
-                measured = _measurement_set(f"{name} ({valid.environment})", valid.samples, problem)
-                measured = _usable_here(measured, valid, here, failures, remarks)
-                measured = _completed(measured, _compared_backends(judged), settings, predicted_here)
-                why = _why_undecided(measured, judged, settings)
+                for valid in _valid_samples(name, read(shape), here, remarks):
+                    measured = _measurement_set(f"{name} ({valid.environment})", valid.samples, problem)
+                    measured = _usable_here(measured, valid, here, failures, remarks)
+                    measured = _completed(measured, _compared_backends(judged), settings, predicted_here)
+                    why = _why_undecided(measured, judged, settings)
+                    failures |= measured.failures
+                    if not why:
+                        return measured
+                    remarks.append(why)
+                    first = first or measured
         except (MeasurementError, SettingError) as error:
             remarks.append(sanitize(f"{name} is not used: {error}"))
-            continue
-        failures |= measured.failures
-        if not why:
-            return measured
-        remarks.append(why)
-        first = first or measured
     accepted = [each.backend for each in judged if each.accepted and each.backend not in failures]
     predicted = dataclasses.replace(predicted_here(accepted), failures=dict(failures))
     if predicted.times and not _why_undecided(predicted, judged, settings):
@@ -115,11 +118,15 @@ def _usable_here(
     times = {backend: each for backend, each in measured.times.items() if backend not in failures}
     errors, changed = release_errors(times, valid.environment, here)
     said = [f"measured with {', '.join(valid.differences)}"] * bool(valid.differences) + changed + remarks
+    # Other code may have another defect, or none.
+    outdated = [name for name in measured.failures if _code_changes(name, valid.environment, here)]
+    found = {name: failure for name, failure in measured.failures.items() if name not in outdated}
+    said += [f"{name} failed when its kernels were other code, which counts for nothing here" for name in outdated]
     tiles = measured.tiles
     if tiles and not environment.same_kernel_code(valid.environment, here):
         tiles = {}
         said.append("measured tile configurations are ignored: other kernel sources or another Triton")
-    return MeasurementSet(times, measured.source, {**failures, **measured.failures}, tuple(said), tiles, errors)
+    return MeasurementSet(times, measured.source, {**failures, **found}, tuple(said), tiles, errors)
 
 
 def release_errors(names: Iterable[str], there: Environment, here: Environment) -> tuple[dict[str, float], list[str]]:
@@ -134,17 +141,20 @@ def release_errors(names: Iterable[str], there: Environment, here: Environment) 
         The errors of the times by backend, root mean squares of the logarithm, without those whose kernels are the
         same; and what changed, in words.
     """
-    registry = default_registry()
     errors: dict[str, float] = {}
     remarks: list[str] = []
     for name in names:
-        backend = registry[name]
-        packages, jit = _kernel_packages(backend)
-        triton_error = backend.triton_release_error if jit else 0.0
-        if changes := environment.kernel_changes(there, here, packages, triton_error):
+        if changes := _code_changes(name, there, here):
             errors[name] = math.hypot(*changes.values())
             remarks.append(f"{name} was measured with {', '.join(changes)}")
     return errors, remarks
+
+
+def _code_changes(name: str, there: Environment, here: Environment) -> dict[str, float]:
+    """What changed in the code of a registered backend's kernels, as `environment.kernel_changes`."""
+    backend = default_registry()[name]
+    packages, jit = _kernel_packages(backend)
+    return environment.kernel_changes(there, here, packages, backend.triton_release_error if jit else 0.0)
 
 
 def _kernel_packages(backend: Backend) -> tuple[tuple[str, ...], bool]:
@@ -157,8 +167,7 @@ def _kernel_packages(backend: Backend) -> tuple[tuple[str, ...], bool]:
         return libraries, False
     if backend.stock_class:
         return ("vllm",), not backend.precompiled
-    own = type(unchecked(backend)).__module__.startswith(f"{__package__.partition('.')[0]}.backends.")
-    return (() if own else environment.KERNEL_PACKAGES), True
+    return (() if is_own(backend) else environment.KERNEL_PACKAGES), True
 
 
 def _why_undecided(measured: MeasurementSet, judged: tuple[Candidate, ...], settings: Settings) -> str:
@@ -231,18 +240,18 @@ def cache_error(settings: Settings) -> str:
 
 def _read_profile(path: str) -> profile.Profile:
     found = _profile_or_error(path)
-    if isinstance(found, MeasurementError):
-        raise found
-    return found
+    if isinstance(found, profile.Profile):
+        return found
+    raise MeasurementError(*found)
 
 
 @lru_cache(maxsize=4)
-def _profile_or_error(path: str) -> profile.Profile | MeasurementError:
-    """A file is read once for all layers, if it cannot be used, too."""
+def _profile_or_error(path: str) -> profile.Profile | tuple[str, str, str]:
+    """A file is read once for all layers, if it cannot be used, too: then the parts of the error."""
     try:
         return profile.read(Path(path))
     except MeasurementError as error:
-        return error.with_traceback(None)
+        return error.rule, error.remedy, error.where
 
 
 def _samples_in(profiles: Iterable[profile.Profile], shape: KernelShape) -> Iterator[_EnvironmentSamples]:
@@ -251,11 +260,12 @@ def _samples_in(profiles: Iterable[profile.Profile], shape: KernelShape) -> Iter
             yield each.environment, samples
 
 
-def _closest_environment(
+def _valid_samples(
     name: str, found: Iterable[_EnvironmentSamples], here: Environment, remarks: list[str]
-) -> _ValidSamples | None:
-    """The samples whose environment is closest to here, the newest among equals. Adds a remark if all are invalid."""
-    best: _ValidSamples | None = None
+) -> list[_ValidSamples]:
+    """The samples of the environments closest to here, the newest first among equals: an unfinished measurement does
+    not hide a complete one. Adds a remark if all are invalid."""
+    valid: list[_ValidSamples] = []
     gpus: list[str] = []
     invalid: list[str] = []
     for there, samples in found:
@@ -264,13 +274,13 @@ def _closest_environment(
             gpus.append(differences.gpu)
         elif differences.hard:
             invalid.append(", ".join(differences.hard))
-        elif best is None or environment.distance(there, here) < environment.distance(best.environment, here):
-            best = _ValidSamples(there, samples, differences.soft)
-    if best is None and gpus:
+        else:
+            valid.append(_ValidSamples(there, samples, differences.soft))
+    if not valid and gpus:
         remarks.append(f"measurements in {name} are of {' and '.join(dict.fromkeys(gpus))}, not of {here.gpu}")
-    if best is None and invalid:
+    if not valid and invalid:
         remarks.append(f"measurements in {name} are ignored: {'; '.join(dict.fromkeys(invalid))}")
-    return best
+    return sorted(valid, key=lambda each: environment.distance(each.environment, here))[:_MAX_ENVIRONMENTS]
 
 
 def _activations(name: str, problem: Problem) -> str:
@@ -310,7 +320,7 @@ def _says_something(sample: Sample, problem: Problem) -> bool:
     return (
         sample.backend in default_registry()
         and _activations(sample.backend, problem) == sample.activations
-        and not is_out_of_memory(sample.failure)
+        and not mentions_out_of_memory(sample.failure)
     )
 
 

@@ -180,7 +180,7 @@ def parse_scheme(name: str, activation: Activation) -> Scheme:
         return Scheme("mxfp8", 8, MX_BLOCK, "modelopt", activations="mxfp8")
     if name == "mxfp4":
         return Scheme("mxfp4", 4, MX_BLOCK, "gpt_oss" if activation.interleaved else "compressed-tensors")
-    match = re.fullmatch(r"int([48])_(?:g(\d{1,5})|channel)", name)
+    match = re.fullmatch(r"int([48])_(?:g([1-9]\d{0,4})|channel)", name)
     if match is None:
         remedy = f"Valid are {', '.join(SCHEME_NAMES)}, int4_channel, int8_channel and other group sizes"
         raise MeasurementError(f"unknown scheme {name!r}", remedy)

@@ -18,7 +18,7 @@ from ..devices.catalog import is_same_gpu
 from ..errors import MeasurementError
 from ..untrusted import boundary, check_values, read_file
 from ..whole_files import write_whole
-from .environment import Environment, differences, is_same_triton
+from .environment import Environment, differences, is_same_release, is_same_triton
 from .kernel_shape import KernelShape, Sample, is_displayable
 
 FORMAT = "vllm-moe-oracle measurements"
@@ -322,6 +322,6 @@ def comparisons_for(here: Environment) -> list[Profile]:
         each
         for each in shipped_comparisons()
         if not differences(each.environment, here).hard
-        and each.environment.packages.get("vllm") == here.packages.get("vllm")
+        and is_same_release("vllm", each.environment, here)
         and is_same_triton(each.environment, here)
     ]

@@ -132,8 +132,9 @@ def _over_stock_kernel(decision: Decision, registry: Registry) -> StockGain | No
 
 
 def is_stock_kernel(decision: Decision, registry: Registry) -> bool:
-    """Whether the layer runs the kernel that stock vLLM takes: nothing can be gained, or lost."""
-    return decision.backend == _static_choice(decision) and bool(registry[decision.backend].stock_class)
+    """Whether the layer runs the kernel that stock vLLM takes alone: nothing can be gained, or lost."""
+    static = _static_choice(decision)
+    return not decision.token_ranges and decision.backend == static and bool(registry[static].stock_class)
 
 
 def _static_choice(decision: Decision) -> str:

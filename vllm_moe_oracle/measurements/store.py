@@ -50,12 +50,16 @@ _READER_TIMEOUT = 0.5
 """Seconds that a store's reads wait for writers, all together, so that `tune` does not delay the start of a server."""
 _READER_PAUSE = 60.0
 """Seconds without a read after which the next ones may wait again: they belong to another load."""
-_WRITER_TIMEOUT = 30.0
+WRITER_SECONDS = 30.0
 """Seconds that a writer waits for others."""
 _LOCK_PAUSE = 0.2
 """Seconds that one attempt of a writer takes."""
-_MAX_ROWS = 4096
-"""Most rows read for a kernel shape: ten backends, twenty numbers of tokens, two routings, ten environments."""
+_MAX_ENVIRONMENTS = 256
+"""Most environments that are read, the newest ones."""
+_MAX_ROWS = 512
+"""Most rows read for a kernel shape in an environment: ten backends, twenty numbers of tokens, two routings."""
+_MAX_ALL_ROWS = 16384
+"""Most rows read for a kernel shape."""
 _MAX_TEXT_CHARS = 1 << 16
 """Longest text read from the file."""
 _MAX_VM_STEPS = 2_000_000
@@ -83,15 +87,21 @@ class Store:
         path: path of the file.
     """
 
-    def __init__(self, directory: Path, report: Callable[[str], None] = _say_nothing) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        report: Callable[[str], None] = _say_nothing,
+        writer_seconds: float = WRITER_SECONDS,
+    ) -> None:
         """
         Args:
             directory: the cache directory.
             report: is told, once for each wait, that a writer waits for another process. A function of a module, so
                 that the store can be pickled.
+            writer_seconds: what each step of a writer waits for others.
         """
         self.path = directory / FILE_NAME
-        self._report = report
+        self._report, self._writer_seconds = report, writer_seconds
         self._reader_seconds, self._last_read = _READER_TIMEOUT, 0.0
 
     # --- Reading ----------------------------------------------------------------------------------------------------
@@ -102,19 +112,22 @@ class Store:
         Raises:
             MeasurementError: the file exists and cannot be read, or is not a store of ours.
         """
-        # A join would repeat the description of the environment in each of thousands of rows.
-        query = f"SELECT environment, sample FROM samples WHERE kernel_shape = ? ORDER BY taken DESC LIMIT {_MAX_ROWS}"
-        found: dict[int, list[Sample]] = {}
-        environments: dict[int, Environment] = {}
+        # A limit for all environments together would cut one of them off in its middle.
+        environments = f"SELECT id, description FROM environments ORDER BY id DESC LIMIT {_MAX_ENVIRONMENTS}"
+        query = f"SELECT taken, sample FROM samples WHERE environment = ? AND kernel_shape = ? LIMIT {_MAX_ROWS}"
+        found: list[tuple[float, Environment, list[Sample]]] = []
+        left = _MAX_ALL_ROWS
         with self._read_connection() as connection:
-            for number, sample in [] if connection is None else connection.execute(query, (shape.key,)):
-                found.setdefault(number, []).append(self._decode(sample, Sample))
-            for number in found:
+            for number, description in [] if connection is None else connection.execute(environments).fetchall():
                 assert connection is not None
-                row = connection.execute("SELECT description FROM environments WHERE id = ?", (number,)).fetchone()
-                if row is not None:
-                    environments[number] = self._decode(row[0], Environment)
-        return [(environments[number], samples) for number, samples in found.items() if number in environments]
+                rows = connection.execute(query, (number, shape.key)).fetchall()[:left]
+                left -= len(rows)
+                if rows:
+                    dated = [(taken if isinstance(taken, float) else 0.0, sample) for taken, sample in rows]
+                    dated.sort(key=lambda each: -each[0])
+                    samples = [self._decode(sample, Sample) for _, sample in dated]
+                    found.append((dated[0][0], self._decode(description, Environment), samples))
+        return [(there, samples) for _, there, samples in sorted(found, key=lambda each: -each[0])]
 
     def samples_by_kernel_shape(self, environment: Environment) -> dict[KernelShape, list[Sample]]:
         """All samples of one environment, by kernel shape.
@@ -168,6 +181,9 @@ class Store:
         begin = time.monotonic()
         if begin - self._last_read > _READER_PAUSE:
             self._reader_seconds = _READER_TIMEOUT
+        if self._has_log():  # a reader would make the log's files, and one on a network file system breaks
+            rule = "has a write-ahead log, which another program switched on"
+            raise self._error(rule, "The next tune switches it off")
         with self._errors(), self._connect("rw", self._reader_seconds) as connection:
             # SQLite raises on longer texts: a small file could return the same long text in every row.
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_TEXT_CHARS)
@@ -268,10 +284,11 @@ class Store:
         """A connection in a transaction that writes; waits for other writers.
 
         Raises:
-            sqlite3.OperationalError: they take longer than `_WRITER_TIMEOUT`.
+            sqlite3.OperationalError: they take longer than it waits.
         """
         with self._connect("rw", _LOCK_PAUSE) as connection:
             self._execute(connection, "PRAGMA synchronous = FULL")
+            self._execute(connection, "PRAGMA journal_mode = DELETE")
             self._execute(connection, "BEGIN IMMEDIATE")
             yield connection
 
@@ -279,7 +296,7 @@ class Store:
         """Executes a statement that waits for other processes.
 
         Raises:
-            sqlite3.OperationalError: they take longer than `_WRITER_TIMEOUT`.
+            sqlite3.OperationalError: they take longer than it waits.
         """
 
         def attempt() -> bool:
@@ -295,14 +312,16 @@ class Store:
             raise sqlite3.OperationalError(_LOCKED)
 
     def _wait(self, attempt: Callable[[], bool], locked: Path) -> bool:
-        """Repeats an attempt to lock a file until it succeeds; False after `_WRITER_TIMEOUT`."""
-        end, told = time.monotonic() + _WRITER_TIMEOUT, False
+        """Repeats an attempt to lock a file until it succeeds; False when it has waited long enough."""
+        end, told = time.monotonic() + self._writer_seconds, False
         while not attempt():
             if time.monotonic() > end:
                 return False
             if not told:
                 told = True
-                self._report(f"waiting up to {_WRITER_TIMEOUT:.0f} s: {locked} is locked by {_lock_holders(locked)}")
+                self._report(
+                    f"waiting up to {self._writer_seconds:.0f} s: {locked} is locked by {_lock_holders(locked)}"
+                )
         return True
 
     def _create(self) -> None:
@@ -342,16 +361,26 @@ class Store:
         except MeasurementError:
             raise
         except Exception:  # SQLite's errors, and what Python makes of their messages: these need not be UTF-8
-            with self.path.open("rb") as file:
-                head = file.read(72)
-            # Empty, or with our application id (bytes 68 to 71 of the header), or truncated before it.
-            ours = head[68:72] == _APPLICATION_ID.to_bytes(4, "big")
-            if ours or not head or (len(head) < 72 and b"SQLite format 3\x00".startswith(head[:16])):
+            if self._begins_as_ours():
                 return True
-            raise self._error(
-                "is not a store of measurements",
-                f"Move it away, or {_OTHER_DIRECTORY_REMEDY[0].lower()}{_OTHER_DIRECTORY_REMEDY[1:]}",
-            ) from None
+            raise self._error("is not a store of measurements", _MOVE_REMEDY) from None
+
+    def _begins_as_ours(self) -> bool:
+        """Whether the file is empty, or has our application id, or is truncated before it."""
+        head = self._header()
+        ours = head[68:72] == _APPLICATION_ID.to_bytes(4, "big")
+        return ours or not head or (len(head) < _HEADER_BYTES and _MAGIC.startswith(head[:16]))
+
+    def _has_log(self) -> bool:
+        try:
+            head = self._header()
+            return head.startswith(_MAGIC) and 2 in head[18:20] and self._begins_as_ours()
+        except OSError:  # SQLite says why
+            return False
+
+    def _header(self) -> bytes:
+        with self.path.open("rb") as file:
+            return file.read(_HEADER_BYTES)
 
     def _quarantine(self) -> str:
         aside = self.path.with_name(f"{FILE_NAME}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
@@ -369,7 +398,7 @@ class Store:
         """A lock for one process at a time, released when the process ends.
 
         Raises:
-            MeasurementError: another process keeps it longer than `_WRITER_TIMEOUT`.
+            MeasurementError: another process keeps it for too long, or the file system has no locks.
         """
         try:
             descriptor = os.open(
@@ -385,11 +414,15 @@ class Store:
                 except BlockingIOError:
                     time.sleep(_LOCK_PAUSE)
                     return False
+                except OSError as error:  # network file systems may have no locks
+                    rule = f"its directory has no locks: {error.strerror}"
+                    raise self._error(rule, _OTHER_DIRECTORY_REMEDY) from error
                 return True
 
             lock = self.path.with_name(f".{FILE_NAME}.lock")
             if not self._wait(attempt, lock):
-                rule = f"{lock.name} beside it is locked by {_lock_holders(lock)} for more than {_WRITER_TIMEOUT:.0f} s"
+                rule = f"{lock.name} beside it is locked by {_lock_holders(lock)}"
+                rule += f" for more than {self._writer_seconds:.0f} s"
                 raise self._error(rule, "End that process, or wait for it")
             yield
         finally:
@@ -451,6 +484,10 @@ class Store:
                 raise self._error(self._describe_error(error), _OTHER_DIRECTORY_REMEDY) from error
             except sqlite3.DataError as error:  # a text longer than the connection's limit
                 raise self._error(f"holds an invalid measurement: {error}", "Move it away") from error
+            except sqlite3.DatabaseError as error:
+                if self._begins_as_ours():
+                    raise
+                raise self._error(f"is not a store of measurements: {error}", _MOVE_REMEDY) from error
 
     def _describe_error(self, error: sqlite3.OperationalError) -> str:
         """SQLite's messages, as the rest of a sentence that starts with the file's name."""
@@ -473,7 +510,12 @@ class Store:
         return MeasurementError(rule, remedy, str(self.path))
 
 
+_MAGIC = b"SQLite format 3\x00"
+_HEADER_BYTES = 72
+"""The header of an SQLite file up to the application id. Bytes 18 and 19 are 2 for a write-ahead log, else 1."""
+
 _OTHER_DIRECTORY_REMEDY = "Set MOE_ORACLE_CACHE to a writable directory"
+_MOVE_REMEDY = f"Move it away, or {_OTHER_DIRECTORY_REMEDY[0].lower()}{_OTHER_DIRECTORY_REMEDY[1:]}"
 
 _NOUNS: dict[type[Any], str] = {Sample: "sample", Environment: "environment", KernelShape: "layer"}
 

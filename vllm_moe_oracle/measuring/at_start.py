@@ -6,8 +6,10 @@ process, on the same GPU; one that hangs is killed with it. Both are recorded as
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
+import time
 
 from ..core.objectives import Objective, parse_objective
 from ..core.problem import Problem
@@ -18,7 +20,7 @@ from ..measurements.environment import Environment
 from ..measurements.kernel_shape import kernel_shape_of
 from ..measurements.roofline import expert_bytes
 from ..measurements.store import Store
-from ..methods.measurer import SILENCE_SHARES, Measured, Progress
+from ..methods.measurer import Measured, Progress, silence_limits
 from ..oracle.measured_choice import MAX_TOKEN_RATIO
 from ..settings import VISIBLE_GPUS_VAR, Settings, cache_dir, get_env
 from . import engine, timing, tuning
@@ -32,6 +34,9 @@ REPLAYS = 10
 SECONDS_PER_COUNT = 0.5
 """Timed replays of each backend at one number of tokens, and the seconds after which no more start: half of what `tune`
 takes."""
+
+_WRITER_SECONDS = 5.0
+"""What each step waits for other processes that write the cache: the other ranks wait for this one."""
 
 CONTEXT_BYTES = 2 << 30
 """Device memory of a process beside its tensors: the CUDA context, libraries and kernels."""
@@ -86,16 +91,14 @@ def measure(
         MeasurementError: the cache cannot be written, device memory does not suffice, or another process uses the GPU.
             Samples that were stored before are kept.
     """
-    store = Store(cache_dir(settings), _log_wait)
+    end = time.monotonic() + seconds
+    store = Store(cache_dir(settings), _log_wait, _WRITER_SECONDS)
     if note := store.prepare():
         logger.warning("moe_oracle: %s", note)
     counts = token_counts(parse_objective(settings.objective))
     device = detect.detect()
-    gpu = None
-    if device.kind == "cuda":
-        gpu = detect.current_gpu_name(get_env(VISIBLE_GPUS_VAR))
-        _check_memory(required_bytes(problem, len(names), max(counts)))
-    first, last = (share * settings.measure_at_start for share in SILENCE_SHARES)
+    gpu = detect.current_gpu_name(get_env(VISIBLE_GPUS_VAR)) if device.kind == "cuda" else None
+    first, last = silence_limits(settings.measure_at_start)
     here = Environment.of(device)
     known = [
         each.failure for there, samples in store.samples(kernel_shape_of(problem)) if there == here for each in samples
@@ -105,11 +108,13 @@ def measure(
         ("uniform",),
         REPLAYS,
         SECONDS_PER_COUNT,
-        budget=seconds,
         gpus=(gpu,),
         backends=names,
         silence=last if any(needs_longer(each, last) for each in known) else first,
     )
+    if device.kind == "cuda" and tuning.is_incomplete(problem, device, settings, store, options):
+        _check_memory(required_bytes(problem, len(names), max(counts)))
+    options = dataclasses.replace(options, budget=max(0.0, end - time.monotonic()))
     ((_, outcome),) = tuning.tune([problem], device, settings, store, options, (), progress).items()
     failed = {each.backend: each.failure for each in outcome.samples if each.failure}
     failures = {name: failed[name] for name in names if name in failed}

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 from ..errors import MeasurementError
 
-_CONTEXT_ERRORS = ("CUDA error", "illegal memory access", "device-side assert", "unspecified launch failure")
-"""Parts of messages after which no kernel of the process runs any more."""
+_CONTEXT_ERRORS = (
+    "CUDA error",
+    "CUDA driver error",
+    "illegal memory access",
+    "illegal address",
+    "illegal instruction",
+    "misaligned address",
+    "invalid program counter",
+    "shared address space",
+    "device-side assert",
+    "hardware stack error",
+    "launch timed out",
+    "unspecified launch failure",
+    "uncorrectable ECC error",
+)
+"""Parts of messages after which no kernel of the process runs any more: torch's words for every error, and those of
+`cudaGetErrorString` and `cuGetErrorString` for errors that end a context, which Triton and other libraries pass on.
+"""
 
 
 class BrokenContextError(MeasurementError):

@@ -7,6 +7,7 @@ that takes the next layer and writes to the same store; all backends of a layer 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,9 @@ from itertools import pairwise
 
 from ..core.problem import Device, Problem
 from ..devices.detect import detect
-from ..errors import MeasurementError
+from ..errors import MeasurementError, mentions_out_of_memory
 from ..measurements import environment
-from ..measurements.bench_records import is_out_of_memory, needs_longer
+from ..measurements.bench_records import needs_longer
 from ..measurements.environment import Environment
 from ..measurements.kernel_shape import KernelShape, RoutingKind, Sample, kernel_shape_of
 from ..measurements.profile import Profile
@@ -33,7 +34,8 @@ TOKEN_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Numbers of tokens: powers of two for decode batches, and prefill chunks up to vLLM's default limits."""
 
 MIN_TOKEN_COUNTS = 10
-"""Fewest numbers of tokens from which a choice is made."""
+"""Fewest numbers of tokens that `tune` measures: its times are kept for every objective. The choice for one objective
+needs fewer."""
 _REQUIRED_TOKEN_COUNTS = (1, 2, 4, 8, 16)
 
 _MAX_ATTEMPTS = 3
@@ -44,7 +46,7 @@ _Step = tuple[RoutingKind, int]
 
 
 def check_token_counts(token_counts: Sequence[int]) -> None:
-    """Checks that a choice can be made from times at these numbers of tokens.
+    """Checks that a choice can be made for every objective from times at these numbers of tokens.
 
     Raises:
         MeasurementError: small numbers are missing, neighbors are too far apart, or there are too few.
@@ -57,7 +59,8 @@ def check_token_counts(token_counts: Sequence[int]) -> None:
         if len(token_counts) < MIN_TOKEN_COUNTS:
             found.append(f"{len(token_counts)} numbers of tokens, fewer than {MIN_TOKEN_COUNTS}")
         remedy = f"Measure at least {', '.join(map(str, TOKEN_COUNTS[:MIN_TOKEN_COUNTS]))} and the largest batch"
-        raise MeasurementError(f"no choice can be made from these numbers of tokens: {'; '.join(found)}", remedy)
+        rule = f"not every objective can be decided from these numbers of tokens: {'; '.join(found)}"
+        raise MeasurementError(rule, remedy)
 
 
 @dataclass(frozen=True)
@@ -215,6 +218,12 @@ def tune(
     return outcomes
 
 
+def is_incomplete(problem: Problem, device: Device, settings: Settings, store: Store, options: TuneOptions) -> bool:
+    """Whether `tune` would measure anything of a layer."""
+    shape = kernel_shape_of(problem)
+    return bool(_missing_steps(shape, TuneOutcome(problem), device, settings, store, options, ()))
+
+
 def _missing_steps(
     shape: KernelShape,
     outcome: TuneOutcome,
@@ -233,7 +242,7 @@ def _missing_steps(
         outcome.samples = [
             each
             for each in _known_samples(shape, Environment.of(device), store, known)
-            if options.silence is None or not needs_longer(each.failure, options.silence)
+            if not needs_longer(each.failure, math.inf if options.silence is None else options.silence)
         ]
     measured = {each.key for each in outcome.samples}
     names = _without_failed(names, outcome)
@@ -435,7 +444,7 @@ class _LayerTuning:
         found = bench.measure(count, routing, self.options.replays, self.options.seconds, tiles, fixed_tiles)
         sampled = {sample.backend for sample in found}
         found += [each for each in bench.failed_samples(count, routing) if each.backend not in sampled]
-        found = [each for each in found if not is_out_of_memory(each.failure)]
+        found = [each for each in found if not mentions_out_of_memory(each.failure)]
         if self.store is not None:
             self.store.add(Environment.of(self.device), self.shape, found)
         self.outcome.add(found)
@@ -449,7 +458,7 @@ def _store_failure(
     Raises:
         MeasurementError: it cannot be stored.
     """
-    if task.store is None or backend not in default_registry() or is_out_of_memory(failure):
+    if task.store is None or backend not in default_registry() or mentions_out_of_memory(failure):
         return
     precision = default_registry()[backend].activations(task.problem)
     samples = [Sample(backend, precision, count, routing, failure=failure) for routing, count in steps]

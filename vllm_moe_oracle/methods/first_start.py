@@ -152,7 +152,7 @@ def _candidates(
 def _may_be_slow(problem: Problem, settings: Settings) -> bool:
     """Whether an earlier start killed a backend that another one would give more time."""
     found = backend_selection.measurements_for(problem, settings)
-    longest = settings.measure_at_start * measurer.SILENCE_SHARES[-1]
+    longest = measurer.silence_limits(settings.measure_at_start)[-1]
     return found is not None and any(needs_longer(each, longest) for each in found.failures.values())
 
 

@@ -26,7 +26,7 @@ from ..core.overrides import unmatched_override_error, unmatched_overrides
 from ..devices import detect
 from ..errors import NoBackendError, sanitize
 from ..measurements.tune_command import tune_command
-from ..settings import Settings
+from ..settings import Settings, report_path
 from ..untrusted import describe
 from . import backend_check, backend_selection, first_start, rank_agreement
 
@@ -178,8 +178,8 @@ def record_conversion(decision: Decision) -> None:
     if _model.settings is not None:
         first_start.log_summary(_model.decisions, functools.partial(_tune_command, settings=_model.settings))
         _check_overrides(_model.settings)
-        if _model.settings.report:
-            write_report(Path(_model.settings.report), total)
+        if (path := report_path(_model.settings)) is not None:
+            write_report(path, total)
 
 
 def _check_overrides(settings: Settings) -> None:

@@ -40,10 +40,23 @@ Measure = Callable[["Problem", tuple[str, ...], "Settings", float, Progress], Me
 """Measures a layer with some backends, within a number of seconds, into the cache. Raises a `MeasurementError` where
 that cannot be right here, or where the cache cannot be written."""
 
-SILENCE_SHARES = (1 / 3, 2 / 3)
-"""Shares of the setting after which a backend that does not come back is killed: at first, and at the next start. A
-compiler may take longer than the first, and keeps what it has compiled; what is silent for the second counts as
-hanging."""
+_SILENCE_SHARES = (1 / 3, 2 / 3)
+_MIN_SILENCE = 10.0
+"""Seconds that a compiler may take for one kernel."""
+
+
+def silence_limits(seconds: float) -> tuple[float, float]:
+    """Seconds after which a backend that does not come back is killed: at first, and at the next start.
+
+    A compiler may take longer than the first, and keeps what it has compiled; what is silent for the second counts as
+    hanging.
+
+    Args:
+        seconds: the setting `measure_at_start`. Where it ends earlier, nothing is recorded of the backend.
+    """
+    first, last = (max(_MIN_SILENCE, share * seconds) for share in _SILENCE_SHARES)
+    return first, last
+
 
 _installed: list[Measure] = []
 

@@ -279,3 +279,8 @@ def _checked(name: str) -> Callable[..., Any]:
 for _name in METHODS:
     setattr(CheckedBackend, _name, _checked(_name))
 abc.update_abstractmethods(CheckedBackend)  # type: ignore[type-abstract]
+
+
+def is_own(backend: Backend) -> bool:
+    """Whether a backend, checked or not, is one of this package, and no third party's."""
+    return type(unchecked(backend)).__module__.startswith(f"{__package__.partition('.')[0]}.backends.")

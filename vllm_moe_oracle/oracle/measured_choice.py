@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..core.decision import FilledTimes, MeasuredOutcome, TokenRange
+from ..core.decision import FilledTimes, MeasuredOutcome, TokenRange, backend_in
 from ..core.measurement_set import Latencies, MeasurementSet
 from ..core.objectives import Objective
 
@@ -188,17 +188,39 @@ def choose_fastest(
     winner = fastest if better else base
     saving, needed = savings[fastest], limits[fastest]
     counts = sorted(set.intersection(*(set(curve.measured) for curve in found.curves.values())))
-    time_saved = saving if winner == fastest else 0.0
-    outcome = _outcome(found, objective, measurements, base, winner, time_saved, counts, min_time_saving)
-    contenders = _contenders(measurements, filled, scores, base, winner)
-    outcome = dataclasses.replace(outcome, filled=contenders, ratio_error=errors.get(fastest, 0.0))
+    outcome = _outcome(found, objective, measurements, base, winner, counts, min_time_saving)
+    outcome = dataclasses.replace(
+        outcome,
+        time_saved=saving if winner == fastest else 0.0,
+        filled=_contenders(measurements, filled, scores, base, winner),
+        ratio_error=errors.get(fastest, 0.0),
+    )
     explanation = _explain(winner, static, fastest, saving, needed, outcome)
     # Two backends share a layer for a few percent at some numbers of tokens, which predictions do not resolve.
     can_share = _never if outcome.is_predicted else can_share
     token_ranges = _split_by_tokens(winner, found.curves, counts, objective, min_time_saving, can_share)
     if token_ranges:
+        both = _score_together(token_ranges, found.curves, objective, routings)
+        more = -math.expm1(both - scores[winner])
         explanation = f"{explanation}; by number of tokens: {', '.join(map(str, token_ranges))}"
+        explanation += f", which takes {more:.1%} less time than {winner} alone"
+        outcome = _outcome(found, objective, measurements, base, winner, counts, min_time_saving, token_ranges)
+        outcome = dataclasses.replace(outcome, time_saved=-math.expm1(both - scores[base]))
     return MeasuredChoice(winner, explanation, outcome, token_ranges)
+
+
+def _score_together(
+    token_ranges: tuple[TokenRange, ...],
+    curves: Mapping[str, LatencyCurve],
+    objective: Objective,
+    routings: Sequence[str],
+) -> float:
+    """`LatencyCurve.score` of backends that share a layer."""
+    return math.fsum(
+        weight * math.log(curves[backend_in(token_ranges, tokens)].time_at(routing, tokens)) / len(routings)
+        for routing in routings
+        for tokens, weight in objective.weights
+    )
 
 
 def _contenders(
@@ -261,18 +283,19 @@ def _outcome(
     measurements: MeasurementSet,
     comparison_base: str,
     winner: str,
-    time_saved: float,
     counts: Sequence[int],
     min_time_saving: float,
+    token_ranges: tuple[TokenRange, ...] = (),
 ) -> MeasuredOutcome:
     times = {name: curve.measured for name, curve in found.curves.items()}
     fastest = {count: min(times, key=lambda name: times[name][count]) for count in counts}
-    losses = [(count, name, 1 - times[name][count] / times[winner][count]) for count, name in fastest.items()]
+    runs = {count: backend_in(token_ranges, count) if token_ranges else winner for count in counts}
+    losses = [(count, name, 1 - times[name][count] / times[runs[count]][count]) for count, name in fastest.items()]
     return MeasuredOutcome(
         objective=str(objective),
         source=measurements.source,
         comparison_base=comparison_base,
-        time_saved=time_saved,
+        time_saved=0.0,
         fastest=tuple(fastest.items()),
         slower_at=tuple(each for each in losses if each[2] > min_time_saving),
         times=tuple((name, tuple(sorted(points.items()))) for name, points in times.items()),

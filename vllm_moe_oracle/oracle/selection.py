@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from ..core.problem import Device, Problem, satisfies_precision
 from ..errors import BackendDefect, NoBackendError, SettingError, did_you_mean
 from ..releases.supported import MOE_BACKENDS, NEWEST
 from ..settings import AUTO, Settings
+from .checked_backend import is_own
 from .measured_choice import LatencyCurve, MeasuredChoice, choose_fastest
 from .registry import Registry, default_registry
 
@@ -347,13 +349,16 @@ def _evaluate(backend: Backend, problem: Problem, device: Device, settings: Sett
 
 
 def _ask(backend: Backend, problem: Problem, device: Device, settings: Settings) -> Candidate:
+    disabled = Reason("disabled", f"disabled by {settings.source('disable')}", "take it out of the setting disable")
+    if backend.name in settings.disable and not is_own(backend):
+        # That is how users get rid of a method that hangs or fails: it is not called.
+        return Candidate(backend.name, Rejected((disabled,)), math.inf)
     plan = backend.plan(problem, device)  # before `check`, which calls it: an error names the method that fails
     reasons = list(backend.check(problem, device).reasons)
     consumed, declared = backend.activations(problem), problem.scheme.activations
     priority = backend.priority(problem, device)
     if backend.name in settings.disable:
-        detail = f"disabled by {settings.source('disable')}"
-        reasons.append(Reason("disabled", detail, "take it out of the setting disable"))
+        reasons.append(disabled)
     if not satisfies_precision(consumed, declared) and not settings.allow_activation_quantization:
         detail = f"would quantize activations to {consumed}; the layer declares {declared}"
         reasons.append(
@@ -446,7 +451,9 @@ def _request_error(
 ) -> NoBackendError:
     remedy = _nearest_remedy(case)
     if names := _accepted_names(request, case):
-        remedy = f"Choose an accepted one ({names}), or auto, or set on_unavailable=fallback"
+        remedy = f"Choose an accepted one ({names})"
+        if automatic_choices(case.candidates):
+            remedy += ", or auto, or set on_unavailable=fallback"
     if not requested:
         remedy = did_you_mean(request.name, [AUTO, *_selectable_names(request, case)]) + remedy
     rule = f"{unavailable}\nEvery candidate for {case.problem}:\n{format_candidates(case.candidates)}\n"
