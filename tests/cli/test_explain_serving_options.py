@@ -205,13 +205,15 @@ def test_data_parallel_ranks_can_move_and_place_experts(run: Run, write: Write) 
     assert batched.json["groups"][0]["problem"]["parallel"]["placement"] == "round_robin"
 
 
-def test_an_all_to_all_that_cannot_carry_the_layer_is_a_failure(run: Run) -> None:
+def test_a_layer_that_an_all_to_all_carries_rounded_up_is_left_to_stock(run: Run) -> None:
     options = ("explain", CONFIGS / "gpt-oss-20b.json", *H200, "--dp", 2, "--ep")
     assert run(*options).status == 0
     refused = run(*options, "--all2all-backend", "deepep_high_throughput")
     said = "does not carry hidden size 2880: vLLM rounds it up to 3072, and no backend here loads such a layer. Choose"
-    assert refused.status == 3 and said in refused.text and "another --all2all-backend" in refused.text
-    assert "left to stock" not in refused.text
+    assert refused.status == 0 and said in refused.text and "another --all2all-backend" in refused.text
+    assert "left to stock vLLM, if stock vLLM can run a rounded hidden size" in refused.text
+    named = run(*options, "--all2all-backend", "deepep_high_throughput", "--backend", "hopper_mxfp4")
+    assert named.status == 3 and said in named.text and "left to stock" not in named.text
 
 
 # --- brief ------------------------------------------------------------------------------------------------------------
@@ -503,7 +505,7 @@ def another_programs(file: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (not_sqlite, "is damaged"),
+        (not_sqlite, "is not a store of measurements"),
         (a_directory, "is not a regular file"),
         (newer, f"has tables of version {SCHEMA_VERSION + 1}, this release knows {SCHEMA_VERSION}"),
         (another_programs, "is another program's database"),

@@ -13,9 +13,10 @@ import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from tests.lib.cases import CPU, H200, problem
+from tests.lib.cases import CPU, H200, MXFP8, problem
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.decision import Candidate, Reason, Rejected
+from vllm_moe_oracle.core.problem import Parallel
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.methods import backend_selection, base, load_summary, rank_sync
@@ -134,6 +135,37 @@ def test_on_a_gpu_a_layer_without_a_kernel_here_stays_stock_vllms(
     assert "the table" in log.text  # what speaks against the wrapper of a stock class may be wrong with the class
     report = load_summary.model_report(3)
     assert report["left_to_stock"] == dict.fromkeys(names, reason) and report["served"] == 0
+
+
+class Deciding(OracleMoEMethod, Stock):  # type: ignore[misc]
+    """A method of this project that decides for itself."""
+
+    def __init__(self, quant_config: Any, moe_config: Any) -> None:
+        self.moe = moe_config
+        self.decide(moe_config, MXFP8)
+
+
+@pytest.mark.parametrize(
+    ("all2all", "hidden", "left"),
+    [
+        ("deepep_high_throughput", 2880, True),
+        ("deepep_high_throughput", 3072, False),
+        ("allgather_reducescatter", 2880, False),
+    ],
+)
+def test_a_layer_whose_hidden_size_vllm_rounds_up_stays_stock_vllms(
+    all2all: str, hidden: int, left: bool, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    layer = problem(hidden_size=hidden, parallel=Parallel(ep=2, dp=2))
+    release = current_adapter()
+    monkeypatch.setattr(release, "problem", lambda *arguments: layer)
+    monkeypatch.setattr(release, "require_original", lambda name: None)
+    monkeypatch.setattr(base, "current_layer", lambda: (torch.nn.Module(), layer.layer))
+    moe = config()
+    moe.moe_parallel_config.all2all_backend = all2all
+    made = Deciding("config", moe)
+    assert type(made) is (Stock if left else Deciding)
+    assert left == (f"left to stock vLLM's Stock; the all-to-all {all2all} does not carry hidden size" in log.text)
 
 
 def test_on_a_cpu_a_layer_without_a_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,21 +64,39 @@ def check_exchange(problem: Problem, all2all: str, device_kind: str) -> None:
         device_kind: `Device.kind` of the ranks.
 
     Raises:
-        NoBackendError: vLLM does not serve quantized models with the all-to-all on such a device, or the all-to-all
-            does not carry the hidden size as it is.
+        NoBackendError: vLLM does not serve quantized models with the all-to-all on such a device, or as
+            `check_hidden_size`.
     """
     parallel = problem.parallel
     exchanges = parallel.ep > 1 and parallel.dp > 1
     if rule := why_vllm_refuses(all2all, device_kind, exchanges, parallel.dp):
         remedy = "Use --tp instead of --dp" if device_kind == "cpu" else "Choose another --all2all-backend"
         raise NoBackendError(rule, remedy, problem.layer)
-    if not exchanges:
-        return
-    size = rounded_hidden_size(all2all, problem.hidden_size, 4 if problem.dtype == "float32" else 2)
+    check_hidden_size(problem, all2all)
+
+
+def check_hidden_size(problem: Problem, all2all: str) -> None:
+    """Refuses a layer whose hidden size an all-to-all does not carry as it is.
+
+    Args:
+        problem: the layer.
+        all2all: as for `check_exchange`; not used where no tokens are exchanged.
+
+    Raises:
+        NoBackendError: vLLM rounds the size up, and its own classes alone load such a layer; or it is too large.
+    """
+    size = carried_hidden_size(problem, all2all)
     if size != problem.hidden_size:
         instead = f"vLLM rounds it up to {size}, and no backend here loads such a layer" if size else "it is too large"
         rule = f"the all-to-all {all2all} does not carry hidden size {problem.hidden_size}: {instead}"
         raise NoBackendError(rule, "Choose another --all2all-backend", problem.layer)
+
+
+def carried_hidden_size(problem: Problem, all2all: str) -> int:
+    """The hidden size with which a layer's tokens are exchanged, which vLLM may round up; 0 where it is too large."""
+    if problem.parallel.ep == 1 or problem.parallel.dp == 1:
+        return problem.hidden_size
+    return rounded_hidden_size(all2all, problem.hidden_size, 4 if problem.dtype == "float32" else 2)
 
 
 def with_activations(problem: Problem, settings: Settings) -> Problem:

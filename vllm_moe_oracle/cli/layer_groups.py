@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from ..checkpoint.layer_names import compact_layer_names
-from ..checkpoint.serving import check_exchange
+from ..checkpoint.serving import carried_hidden_size, check_exchange
 from ..compat import check_platform
 from ..core.decision import Candidate, Decision
 from ..core.measurement_set import MeasurementSet
@@ -116,7 +116,9 @@ def _decided(
         judged = decision.candidates
         check_exchange(problem, all2all, device.kind)
     except NoBackendError as error:
-        judged, refused_exchange = error.candidates, decision is not None
+        judged = error.candidates
+        rounded = carried_hidden_size(problem, all2all) > problem.hidden_size
+        refused_exchange = decision is not None and not rounded
         if decision is not None:
             judged, decision = decision.candidates, None
         scheme = problem.scheme.name
@@ -126,8 +128,9 @@ def _decided(
             failure = f"{failure}. {error.remedy}"
         stock = None
         features = features_for_stock(problem.lora, problem.parallel.is_batched, problem.unpadded_intermediate_size > 0)
+        features += ["a rounded hidden size"] * rounded
         if not names_backends(settings) and not refused_exchange and is_loadable(judged):
-            if moe_backend == AUTO:
+            if moe_backend == AUTO and not rounded:
                 stock = stock_candidate(judged, problem, device, default_registry())
             left_to = STOCK_ITSELF if features else ""
         if stock is not None:

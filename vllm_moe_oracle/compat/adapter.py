@@ -151,10 +151,20 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         parallel.dp_rank = parallel.ep_rank = parallel.pcp_rank = 0
         parallel.use_ep = parallel.enable_eplb = False
         config.moe_parallel_config = parallel
+        config._defer_moe_finalize = False
         config.num_experts = config.num_logical_experts = problem.num_experts
         config.num_local_experts = problem.local_experts
         config.experts_per_token = problem.top_k
         return config
+
+    def finalize_always(self, moe: Any) -> bool:
+        """Takes back a model's request for unreduced outputs of the experts (``FusedMoEConfig.defer_moe_finalize``),
+        which vLLM's model code makes while it is built, by the class of the experts then. Returns whether there was
+        one."""
+        asked = bool(getattr(moe, "_defer_moe_finalize", False))
+        if asked:
+            moe._defer_moe_finalize = False
+        return asked
 
     def trial_tokens(self, moe: Any) -> int:
         """Most tokens of a trial call: no more than the engine's own calls have, whose workspaces may not grow."""
@@ -207,6 +217,7 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         engine = self._last_engine()
         with (
             nullcontext() if engine is None else set_forward_context(None, engine),
+            _finalized(experts.moe_config),
             _poisoned_memory(experts) if poisoned else nullcontext(),
         ):
             result = kernel.apply(
@@ -249,21 +260,22 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         """
         kernel = self.modular_kernel(make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=True), experts)
         hidden = x.shape[-1]
-        result = kernel.apply_monolithic(
-            _padded(x, experts.moe_config.hidden_dim),
-            tensors["w13"],
-            tensors["w2"],
-            logits.to(x.device),
-            activation=experts.moe_config.activation,
-            global_num_experts=problem.num_experts,
-            expert_map=None,
-            apply_router_weight_on_input=False,
-            num_expert_group=problem.routing.num_groups,
-            topk_group=problem.routing.top_k_groups,
-            e_score_correction_bias=None if bias is None else bias.to(x.device),
-            routed_scaling_factor=scale,
-            **_supported_kwargs(_APPLY_MONOLITHIC_PARAMETERS, {"routing_sink": None}),
-        )
+        with _finalized(experts.moe_config):
+            result = kernel.apply_monolithic(
+                _padded(x, experts.moe_config.hidden_dim),
+                tensors["w13"],
+                tensors["w2"],
+                logits.to(x.device),
+                activation=experts.moe_config.activation,
+                global_num_experts=problem.num_experts,
+                expert_map=None,
+                apply_router_weight_on_input=False,
+                num_expert_group=problem.routing.num_groups,
+                topk_group=problem.routing.top_k_groups,
+                e_score_correction_bias=None if bias is None else bias.to(x.device),
+                routed_scaling_factor=scale,
+                **_supported_kwargs(_APPLY_MONOLITHIC_PARAMETERS, {"routing_sink": None}),
+            )
         return cast(Tensor, result)[..., :hidden]
 
     def batched_prepare_finalize(self, moe: Any) -> Any:
@@ -386,6 +398,17 @@ def _poisoned_memory(experts: Any) -> Iterator[None]:
             del experts.apply
         else:
             experts.apply = before
+
+
+@contextmanager
+def _finalized(moe: Any) -> Iterator[None]:
+    """Experts return sums over top-k inside, where the model that they serve has asked for unreduced outputs."""
+    asked = getattr(moe, "_defer_moe_finalize", False)
+    moe._defer_moe_finalize = False
+    try:
+        yield
+    finally:
+        moe._defer_moe_finalize = asked
 
 
 def _padded(x: Tensor, hidden: int) -> Tensor:

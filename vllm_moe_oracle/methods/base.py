@@ -19,6 +19,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from .. import schemes, settings
 from ..backends import Backend
+from ..checkpoint.serving import check_hidden_size
 from ..compat import current_adapter, weight_storage
 from ..compat.experts_builder import VllmBuilder
 from ..compat.layer_context import current_layer
@@ -119,6 +120,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
     weight_copies: WeightCopies
     token_dispatch: TokenDispatch | None
     installed: InstalledLayer | None
+    announced_cls: Any
+    """The class of the experts that the model's code saw when it was built."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An instance, or one of the stock class where stock vLLM has to serve the layer.
@@ -245,6 +248,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
 
         def decide_here() -> Decision:
             self._require_supported(problem)
+            check_hidden_size(problem, moe.moe_parallel_config.all2all_backend)
             measurements = backend_selection.measurements_for(problem, chosen)
             found = decide(problem, detect.detect(), chosen, moe.moe_backend, measurements=measurements)
             if alone:
@@ -254,7 +258,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         if not alone:
             first_start.measure_if_undecided(self.rank_group, problem, chosen, decide_here)
         backend_selection.select_backend(self, name, lambda: decide_here().with_activation_note(declared, requested_by))
-        self.experts_cls = self.adapter.experts_class(self.backend)
+        self.experts_cls = self.announced_cls = self.adapter.experts_class(self.backend)
         load_summary.record_decision(self.decision, chosen)
 
     def maybe_roundup_sizes(
@@ -432,6 +436,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
             weight_storage.register_buffers(layer, builder.buffers)
             self.moe_kernel = self.adapter.kernel(self.moe, self.moe_quant_config, layer, self.experts)
             self.token_dispatch = token_dispatch.build_dispatch(self, layer, tensors, self.moe_kernel)
+            other = self.experts_cls is not self.announced_cls or self.token_dispatch is not None
+            if other and self.adapter.finalize_always(self.moe):
+                logger.info("moe_oracle: %s: its experts sum over top-k themselves", problem.layer)
 
         if parts is not None:
             backend_check.check_installed(
