@@ -485,6 +485,7 @@ class Method(SimpleNamespace):
             adapter=current_adapter(),
             moe=moe_config(layer),
             rank_group=group or RankGroup(),
+            in_own_order=False,
         )
 
 

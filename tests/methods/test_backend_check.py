@@ -29,7 +29,7 @@ from tests.lib.faulty_backends import (
 from tests.lib.strange_backends import RAISED, RETURNED
 from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.errors import NoBackendError, SelfCheckError, asked_memory, describe_traceback, is_out_of_memory
-from vllm_moe_oracle.methods import backend_check, backend_selection
+from vllm_moe_oracle.methods import backend_check, backend_selection, rank_sync
 from vllm_moe_oracle.methods.rank_sync import RankGroup
 from vllm_moe_oracle.verification import inputs
 
@@ -42,6 +42,7 @@ FAULTS_OF_CONVERSION = {name: RAISED[name] for name in ("error", "exit", "own si
 def no_results_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(backend_check, "_outcomes", {})
     monkeypatch.setattr(backend_check, "_convertible", set())
+    monkeypatch.setattr(backend_check, "_held", set())
     monkeypatch.setattr(backend_selection, "_agreed_backends", {})
     yield
 
@@ -438,3 +439,57 @@ def test_off_checks_nothing_and_says_nothing(caplog: pytest.LogCaptureFixture) -
     method = Method.of(backends, LAYERS["silu"], self_check="off")
     backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
     assert method.decision.backend == "swapped" and not caplog.text
+
+
+# --- Ranks that come to layers in orders of their own -----------------------------------------------------------------
+
+ORDERS = ((8, 9, 10), (8, 10, 9))
+"""As where layer 9 is in two files, and a rank's experts in the first of them."""
+
+
+class Weighing(Faulty):
+    """Looks at the weights of every expert, too."""
+
+    refuses = ""
+
+    def validate_weights(self, expert: Any, problem: Problem) -> str:
+        return "too large" if problem.layer == self.refuses else ""
+
+
+def check_in_order(processes: Any, in_own_order: bool, fault: str) -> list[str]:
+    """The layers that a rank has checked; with a fault rank 1 finds it in a layer that is not its first."""
+    group, checked = RankGroup(processes, 20.0), []
+    backend = Weighing("weighing")
+    for number in ORDERS[group.rank]:
+        layer = dataclasses.replace(LAYERS["silu"], layer=f"layers.{number}")
+        backend.refuses = layer.layer if fault == "weights" and (group.rank, number) == (1, 10) else ""
+        if fault == "kernel" and (group.rank, number) == (1, 10):
+            backend._convert = swap_halves
+        both = registry([backend, second()])
+        method = Method.of(both, layer, group, self_check="all")
+        method.in_own_order = in_own_order
+        with rank_sync.notify_on_failure(group, f"the checks of {layer.layer}"):
+            backend_check.check_or_fallback(method, weights(layer), registry=both)
+        checked.append(layer.layer)
+    rank_sync.all_gather(group, "the end", lambda: True)
+    return checked
+
+
+def test_ranks_may_come_to_layers_in_orders_of_their_own(tmp_path: Path) -> None:
+    """With expert parallelism, in a reload and where weights are quantized as they arrive."""
+    found = gloo_ranks.run(check_in_order, 2, tmp_path, True, "")
+    assert found == [[f"layers.{number}" for number in order] for order in ORDERS]
+
+
+def test_where_they_must_not_a_difference_is_an_error(tmp_path: Path) -> None:
+    for each in gloo_ranks.run(check_in_order, 2, tmp_path, False, ""):
+        assert each["raised"] == "RankSyncError" and "layers.9" in each["message"] and "layers.10" in each["message"]
+
+
+@pytest.mark.parametrize(("fault", "words"), [("weights", "too large"), ("kernel", "relative error")])
+def test_a_later_layer_that_fails_on_one_rank_ends_all(fault: str, words: str, tmp_path: Path) -> None:
+    """No rank takes another backend by itself."""
+    other, failing = gloo_ranks.run(check_in_order, 2, tmp_path, True, fault)
+    assert failing["raised"] == "SelfCheckError" and words in failing["message"]
+    assert "layers.10" in failing["message"] and "MOE_ORACLE_DISABLE=weighing" in failing["message"]
+    assert other["raised"] == "RankSyncError" and "rank 1 gave up" in other["message"] and words in other["message"]

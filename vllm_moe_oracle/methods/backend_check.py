@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -65,6 +65,9 @@ _outcomes: dict[_CheckKey, CheckOutcome] = {}
 _convertible: set[_CheckKey] = set()
 """Problems and backends of the load whose conversion has told every rank the kernel tensors' shapes."""
 
+_held: set[_CheckKey] = set()
+"""Problems and backends of the load of which every rank's backend could hold the weights of a layer."""
+
 _installed: set[_CheckKey] = set()
 """Problems and backends of the load of which a layer was checked after its conversion, with all of its experts."""
 
@@ -88,6 +91,7 @@ def reset() -> None:
     """Ends a load: outcomes do not hold for other weights, whether another model's or reloaded ones."""
     _outcomes.clear()
     _convertible.clear()
+    _held.clear()
     _installed.clear()
     _end_pass()
 
@@ -216,7 +220,10 @@ def check_weights(method: LayerMethod, raw: Tensors) -> CheckOutcome:
                 return f"expert {index}: {failure}"
         return ""
 
-    return _combine_ranks(method, f"the weights of {problem.layer} in {backend.name}", first_failure)
+    outcome = _agree(method, _held, lambda layer: f"the weights of {layer} in {backend.name}", first_failure)
+    if outcome.passed:
+        _held.add((problem.key(), backend.name))
+    return outcome
 
 
 def check_kernel(method: LayerMethod, raw: Tensors) -> CheckOutcome:
@@ -269,7 +276,9 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
     if problem.layer in _in_pass:
         _end_pass()
     _in_pass.add(problem.layer)
-    topic = f"the check of {name} in {problem.layer} after its conversion"
+
+    def topic(layer: str) -> str:
+        return f"the check of {name} in {layer} after its conversion"
 
     def compare() -> Comparison:
         method.installed = prepare()
@@ -283,7 +292,7 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
             message, success = _failure(method, compare)
             return message
 
-        message = _combine_ranks(method, topic, failure).message
+        message = _agree(method, _installed, topic, failure).message
     else:  # no exchange for each layer: one that fails notifies the other ranks
         level, (message, success) = logging.DEBUG, _failure(method, compare)
     rule = f"{name} disagrees with the reference after the conversion of {problem}"
@@ -336,8 +345,7 @@ def _log_error(method: LayerMethod, when: str, error: BaseException) -> None:
 
 def _check_on_all_ranks(method: LayerMethod, raw: Tensors) -> CheckOutcome:
     """Runs the self-check on this rank's experts, and combines it with the results of the layer's other ranks."""
-    problem, name = method.decision.problem, method.backend.name
-    success = ""
+    name, success = method.backend.name, ""
 
     def failure() -> str:
         nonlocal success
@@ -347,8 +355,34 @@ def _check_on_all_ranks(method: LayerMethod, raw: Tensors) -> CheckOutcome:
             return ""
         return str(result)
 
-    outcome = _combine_ranks(method, f"the self-check of {name} for {problem.layer}", failure)
+    outcome = _agree(method, _outcomes, lambda layer: f"the self-check of {name} for {layer}", failure)
     return dataclasses.replace(outcome, message=outcome.message or success)
+
+
+def _agree(
+    method: LayerMethod, agreed: Container[_CheckKey], topic: Callable[[str], str], failure: Callable[[], str]
+) -> CheckOutcome:
+    """The outcome of a check for all ranks; for this one alone where the ranks come to layers in orders of their own
+    and have agreed on the kind.
+
+    Args:
+        method: the layer's method.
+        agreed: the problems and backends that have passed this check on all ranks.
+        topic: names the check, given the words for the layer.
+        failure: see `_combine_ranks`.
+
+    Raises:
+        SelfCheckError: the check fails on this rank alone, which may not take another backend than the others.
+    """
+    problem, name = method.decision.problem, method.backend.name
+    if not method.in_own_order:
+        return _combine_ranks(method, topic(problem.layer), failure)
+    if (problem.key(), name) not in agreed:
+        return _combine_ranks(method, topic(f"a layer of {problem}"), failure)
+    if message := failure():
+        remedy = f"Choose another backend ({env_var('disable')}={name}), and report this with the model's name"
+        raise SelfCheckError(f"{topic(problem.layer)}: {message}", remedy, problem.layer)
+    return CheckOutcome("", True, ())
 
 
 def _combine_ranks(method: LayerMethod, topic: str, failure: Callable[[], str]) -> CheckOutcome:

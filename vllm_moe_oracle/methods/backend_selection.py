@@ -37,6 +37,11 @@ class LayerMethod(Protocol):
     moe: Any
     rank_group: rank_sync.RankGroup
 
+    @property
+    def in_own_order(self) -> bool:
+        """Whether this rank comes to layers in another order than others may: with expert parallelism a layer is
+        complete when the rank has its own experts, and a reload, and online quantization, convert it then."""
+
 
 _LayerKind = tuple[Problem, str, str]
 _agreed_backends: dict[_LayerKind, tuple[str, bool]] = {}

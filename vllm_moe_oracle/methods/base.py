@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -282,6 +283,15 @@ class OracleMoEMethod(FusedMoEMethodBase):
             raise NoBackendError(rule, "Choose another --all2all-backend", self.decision.problem.layer)
         return hidden_size, self.decision.problem.intermediate_size
 
+    converts_on_arrival = False
+    """Whether vLLM has the method convert each layer as soon as its weights are complete, not after all of them."""
+
+    @property
+    def in_own_order(self) -> bool:
+        """See `backend_selection.LayerMethod`."""
+        several = self.rank_group.size > 1 and self.decision.problem.parallel.ep > 1
+        return several and (self.converts_on_arrival or self.moe_kernel is not None)
+
     @property
     def is_monolithic(self) -> bool:
         """Whether the kernel routes tokens itself."""
@@ -382,6 +392,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             return
         self._set_state(layer, "converting")
         problem = self.decision.problem
+        load_summary.begin_conversion(problem.layer)
         rank_agreement.require_same_layers(self.rank_group)
         with rank_sync.notify_on_failure(self.rank_group, f"the loaded weights of {problem.layer}"):
             if self.moe_kernel is not None:
@@ -396,8 +407,10 @@ class OracleMoEMethod(FusedMoEMethodBase):
         if "w2_bias" in raw and parallel.tp_size > 1 and parallel.tp_rank > 0:
             # vLLM sums the ranks' outputs, and its loader gives every rank the whole bias of the second product.
             raw["w2_bias"].zero_()
-        backend_check.check_or_fallback(self, raw, kernel_built=self.moe_kernel is not None)
-        token_dispatch.prepare_copies(self, raw)
+        topic = f"the checks of {problem.layer}"
+        with rank_sync.notify_on_failure(self.rank_group, topic) if self.in_own_order else nullcontext():
+            backend_check.check_or_fallback(self, raw, kernel_built=self.moe_kernel is not None)
+            token_dispatch.prepare_copies(self, raw)
         with rank_sync.notify_on_failure(self.rank_group, f"the conversion of {problem.layer}"):
             self._install_weights(layer, raw)
         setattr(layer, PROCESSED_ATTRIBUTE, True)

@@ -28,7 +28,7 @@ from ..errors import NoBackendError, sanitize
 from ..measurements.tune_command import tune_command
 from ..settings import Settings, report_path
 from ..untrusted import describe
-from . import backend_check, backend_selection, first_start, rank_agreement
+from . import backend_check, backend_selection, first_start, rank_agreement, token_dispatch
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -131,6 +131,7 @@ def _reset_caches() -> None:
     backend_selection.reset()
     first_start.reset()
     backend_check.reset()
+    token_dispatch.reset()
 
 
 def _starts_new_model(layer: str) -> bool:
@@ -144,6 +145,14 @@ def _starts_new_model(layer: str) -> bool:
 def _listed_name(layer: str, names: Collection[str]) -> str | None:
     """The name under which vLLM lists a layer: the module's or its parent's."""
     return next((each for each in (layer, layer.rpartition(".")[0]) if each in names), None)
+
+
+def begin_conversion(layer: str) -> None:
+    """Begins another reload where a layer comes a second time: not all layers need to have come in the last one, as
+    where a server reloads the model without its draft."""
+    if layer in _model.reloaded:
+        _model.reloaded.clear()
+        _reset_caches()
 
 
 def record_conversion(decision: Decision) -> None:

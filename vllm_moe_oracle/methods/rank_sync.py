@@ -13,8 +13,8 @@ not answer within the group's timeout, dies, raises, or is at another topic, all
 that names it. The group is not usable after such an error; the engine is expected to stop.
 
 Values are JSON: a rank's own value, too, comes back as JSON makes it (tuples become lists), so that all ranks see the
-same. Messages use point-to-point sends on the group's CPU backend (gloo), a few hundred bytes once per group of layers:
-not for use after start-up, and not inside a captured graph.
+same. Messages use point-to-point sends on the group's CPU backend (gloo), some hundred bytes for a kind of layer or a
+layer: not for use after start-up, and not inside a captured graph.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from ..backends import Backend, Tensors
 from ..compat import weight_storage
 from ..compat.experts_builder import VllmBuilder
 from ..core.decision import Answers, Decision, ShardPlan
+from ..core.problem import Problem
 from ..errors import SelfCheckError
 from ..oracle.registry import Registry, default_registry
 from ..settings import Settings
@@ -47,6 +48,7 @@ class _CandidateMethod:
     adapter: Adapter
     moe: Any
     rank_group: rank_sync.RankGroup
+    in_own_order: bool
 
 
 class DispatchMethod(LayerMethod, Protocol):
@@ -77,6 +79,15 @@ class _Range:
     max_tokens: int | None
     kernel: Any
     layer: Any
+
+
+_rejected: dict[tuple[Problem, str], bool] = {}
+"""Whether a rank's vLLM rejects a backend for some numbers of tokens, by problem and backend of the load."""
+
+
+def reset() -> None:
+    """Ends a load."""
+    _rejected.clear()
 
 
 class _LayerView:
@@ -214,8 +225,11 @@ def _rejection(method: DispatchMethod, backend: Backend, raw: Tensors) -> tuple[
     """Why a backend cannot run beside the method's own on all ranks, "" when it can; whether the weights show it."""
     problem = method.decision.problem
     stock_rejection = method.adapter.stock_class_rejection(backend, method.moe, problem)
-    topic = f"the token range of {backend.name} for {problem.layer}"
-    if any(rank_sync.all_gather(method.rank_group, topic, lambda: bool(stock_rejection))):
+    key = (problem.key(), backend.name)
+    if key not in _rejected:  # by kind: ranks may be at other layers of it (`in_own_order`)
+        topic = f"the token range of {backend.name} for {problem}"
+        _rejected[key] = any(rank_sync.all_gather(method.rank_group, topic, lambda: bool(stock_rejection)))
+    if _rejected[key]:
         words = (
             f"vLLM's own class rejects it: {stock_rejection}" if stock_rejection else "another rank's vLLM rejects it"
         )
@@ -223,7 +237,8 @@ def _rejection(method: DispatchMethod, backend: Backend, raw: Tensors) -> tuple[
     plan = _answers(method, backend.name).plan
     # With the ranges: the check calls kernels on both sides of their ends.
     decision = dataclasses.replace(method.decision, backend=backend.name, plan=plan)
-    stand_in = _CandidateMethod(decision, backend, method.settings, method.adapter, method.moe, method.rank_group)
+    shared = method.settings, method.adapter, method.moe, method.rank_group, method.in_own_order
+    stand_in = _CandidateMethod(decision, backend, *shared)
     weights = backend_check.check_weights(stand_in, raw)
     if not weights.passed:
         return f"it cannot hold the loaded weights: {weights.message}", True
