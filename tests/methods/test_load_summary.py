@@ -29,6 +29,15 @@ class Release:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.stages, self.layers = 1, 0
+
+    def is_pipeline_stage(self) -> bool:
+        """Whether other processes hold other layers."""
+        return self.stages > 1
+
+    def num_layers(self) -> int:
+        """On all stages."""
+        return self.layers
 
     def moe_layer_names(self) -> list[str]:
         """All, ours or not, as far as the model has been built."""
@@ -118,6 +127,19 @@ def test_an_override_that_matches_nothing_is_a_warning_or_an_error(
     assert caught.value.where == "--additional-config moe_oracle.overrides"
 
 
+def test_an_override_for_layers_of_another_pipeline_stage_is_right(
+    release: Release, caplog: pytest.LogCaptureFixture
+) -> None:
+    release.stages, release.layers = 2, 4
+    here = [f"model.layers.{number}.mlp.experts" for number in (2, 3)]
+    strict = {"MOE_ORACLE_STRICT": "1"}
+    load_model(release, here, load(strict | {"MOE_ORACLE_OVERRIDES": r"re:layers\.[01]\.=fast"}))
+    assert words(caplog, logging.WARNING) == []
+    for wrong in (r"re:layers\.4\.=fast", r"re:nothing=fast"):
+        with pytest.raises(SettingError, match="matches no layer"):
+            load_model(release, here, load(strict | {"MOE_ORACLE_OVERRIDES": wrong}))
+
+
 @pytest.mark.parametrize("second", ["model", "other"])
 def test_a_model_that_failed_leaves_nothing_behind(
     second: str, release: Release, caplog: pytest.LogCaptureFixture
@@ -169,6 +191,16 @@ def test_what_a_self_check_found_holds_for_one_load_only(release: Release, monke
         assert found
         load_summary.record_conversion(two)
         assert not found  # a reload, and one more
+    # A reload of the target alone, beside a draft: another one begins where a layer comes again.
+    draft = build(release, [*names(2), "mtp.mlp.experts"], load({}))
+    for decision in draft:
+        load_summary.record_conversion(decision)
+    for number in range(3):
+        found["group"] = "of the reload before"
+        for decision in (one, two):
+            load_summary.begin_conversion(decision.problem.layer)
+            assert bool(found) == (number == 0)
+            load_summary.record_conversion(decision)
     build(release, names(2, "other"), load({}))
     found["group"] = "failed"
     build(release, names(2, "another"), load({}))

@@ -64,6 +64,11 @@ class EngineAdapter:
         found = self._model_field("num_hidden_layers", 0)
         return found if isinstance(found, int) else 0
 
+    def is_pipeline_stage(self) -> bool:
+        """Whether other processes hold other layers of the model that is being built."""
+        engine = self._last_engine()
+        return engine is not None and int(engine.parallel_config.pipeline_parallel_size) > 1
+
     def _model_field(self, name: str, default: Any) -> Any:
         engine = self._last_engine()
         if engine is None or engine.model_config is None:

@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import os
+import re
 import socket
 import sys
 from collections import Counter
@@ -191,8 +192,14 @@ def record_conversion(decision: Decision) -> None:
             write_report(path, total)
 
 
+_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
 def _check_overrides(settings: Settings) -> None:
-    for override in unmatched_overrides(settings.overrides, _model.decisions):
+    adapter, names = current_adapter(), list(_model.decisions)
+    if adapter.is_pipeline_stage():  # the layers of other stages have such names with other numbers
+        names += [_LAYER_NUMBER.sub(str(n), each, count=1) for n in range(adapter.num_layers()) for each in names]
+    for override in unmatched_overrides(settings.overrides, names):
         error = unmatched_override_error(override, _model.decisions, settings.source("overrides"))
         if settings.strict:
             raise error
