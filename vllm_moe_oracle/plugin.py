@@ -145,6 +145,8 @@ def _activate(chosen: Settings, version: str | None) -> None:
             patches.apply(patch)
         path = "vllm.v1.worker.gpu_worker:Worker.load_model"  # of every device, whichever loader it uses
         patches.apply(wrap_function("failures of one rank reach the others", path, _load_model))
+        path = "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing"
+        patches.apply(wrap_function("reloaded layers are checked", path, _finish_reload))
     except Exception:
         patches.undo()
         raise
@@ -167,6 +169,16 @@ def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
             rank_agreement.notify_load_failure(error)
         raise
+
+
+def _finish_reload(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """vLLM's end of a load by layer, which copies reloaded weights to where kernels read them."""
+    result = original(*args, **kwargs)
+    if "vllm_moe_oracle.methods.backend_check" in sys.modules:  # else no layer is ours
+        from .methods import backend_check
+
+        backend_check.check_reloaded()
+    return result
 
 
 def _measure_at_start(*arguments: Any) -> Any:

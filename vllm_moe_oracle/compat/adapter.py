@@ -151,7 +151,7 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         parallel.dp_rank = parallel.ep_rank = parallel.pcp_rank = 0
         parallel.use_ep = parallel.enable_eplb = False
         config.moe_parallel_config = parallel
-        config._defer_moe_finalize = False
+        _limit_unreduced(config, 0)
         config.num_experts = config.num_logical_experts = problem.num_experts
         config.num_local_experts = problem.local_experts
         config.experts_per_token = problem.top_k
@@ -161,9 +161,8 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         """Takes back a model's request for unreduced outputs of the experts (``FusedMoEConfig.defer_moe_finalize``),
         which vLLM's model code makes while it is built, by the class of the experts then. Returns whether there was
         one."""
-        asked = bool(getattr(moe, "_defer_moe_finalize", False))
-        if asked:
-            moe._defer_moe_finalize = False
+        asked = bool(getattr(moe, "use_deferred_moe_finalize", False))
+        _limit_unreduced(moe, 0)
         return asked
 
     def trial_tokens(self, moe: Any) -> int:
@@ -400,15 +399,25 @@ def _poisoned_memory(experts: Any) -> Iterator[None]:
             experts.apply = before
 
 
+_UNREDUCED_LIMIT = "defer_moe_finalize_max_num_tokens"
+"""Field of vLLM's `FusedMoEConfig` since 0.30."""
+
+
 @contextmanager
 def _finalized(moe: Any) -> Iterator[None]:
     """Experts return sums over top-k inside, where the model that they serve has asked for unreduced outputs."""
-    asked = getattr(moe, "_defer_moe_finalize", False)
-    moe._defer_moe_finalize = False
+    limit = getattr(moe, _UNREDUCED_LIMIT, None)
+    _limit_unreduced(moe, 0)
     try:
         yield
     finally:
-        moe._defer_moe_finalize = asked
+        _limit_unreduced(moe, limit)
+
+
+def _limit_unreduced(moe: Any, tokens: int | None) -> None:
+    """Sets the most tokens of a call whose outputs a model gets unreduced; nothing in a release without such calls."""
+    if hasattr(moe, _UNREDUCED_LIMIT):
+        setattr(moe, _UNREDUCED_LIMIT, tokens)
 
 
 def _padded(x: Tensor, hidden: int) -> Tensor:

@@ -82,6 +82,10 @@ class ConvertedLayer(LayerMethod, Protocol):
 _last: dict[_CheckKey, weakref.ref[ConvertedLayer]] = {}
 """The layer that was checked last after its conversion, by problem and backend of the load."""
 
+_reloaded: dict[_CheckKey, tuple[LayerMethod, Callable[[], list[InstalledLayer]]]] = {}
+"""A layer of each kind whose weights were reloaded beside the tensors that its kernel reads, and what makes the checks
+of it as it serves. Outlives the load: vLLM copies the weights at its end."""
+
 _in_pass: set[str] = set()
 """Names of the layers that were checked after their conversion, each once: one that comes again begins another pass,
 before which the weights of the others may have gone."""
@@ -305,6 +309,55 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
         raise SelfCheckError(f"{rule}: {message}", remedy, problem.layer)
     _installed.add(key)
     _last[key] = weakref.ref(method)
+
+
+def check_beside(method: LayerMethod, prepare: Callable[[], InstalledLayer]) -> None:
+    """Checks a converted layer through a backend that runs some numbers of tokens beside the layer's own, on this rank.
+
+    Args:
+        method: the layer's method as it would be with that backend.
+        prepare: makes the layer's inputs and reference.
+
+    Raises:
+        SelfCheckError: the backend disagrees with the reference.
+    """
+    problem, name = method.decision.problem, method.backend.name
+    message, success = _failure(method, lambda: prepare().compare())
+    if message:
+        rule = f"{name}, for some numbers of tokens, disagrees with the reference after the conversion of {problem}"
+        remedy = "Set allow_second_layout=0, or disable the backend, and report this with the model's name"
+        raise SelfCheckError(f"{rule}: {message}", remedy, problem.layer)
+    logger.debug("moe_oracle: %s: check of %s after the conversion: %s", problem.layer, name, success)
+
+
+def check_when_copied(method: LayerMethod, prepare: Callable[[], list[InstalledLayer]]) -> None:
+    """Has a layer checked once vLLM has copied its reloaded weights to where its kernel reads them; the last of each
+    kind.
+
+    Args:
+        method: the layer's method.
+        prepare: makes the inputs and references of the layer as it serves, by backend.
+    """
+    _reloaded[method.decision.problem.key(), method.backend.name] = method, prepare
+
+
+def check_reloaded() -> None:
+    """Checks the layers of `check_when_copied`, on this rank.
+
+    Raises:
+        SelfCheckError: a layer computes with other weights than those that were reloaded.
+    """
+    waiting = list(_reloaded.values())
+    _reloaded.clear()
+    for method, prepare in waiting:
+        problem, name = method.decision.problem, method.backend.name
+        with rank_sync.notify_on_failure(method.rank_group, f"the check of {name} in {problem.layer} after a reload"):
+            for layer in prepare():
+                message, _ = _failure(method, layer.compare)
+                if message:
+                    rule = f"{name} disagrees with the reference after a reload of {problem}"
+                    remedy = f"Restart with the new weights, or with another backend ({env_var('disable')}={name})"
+                    raise SelfCheckError(f"{rule}: {message}", remedy, problem.layer)
 
 
 def _check_previous(method: ConvertedLayer, last: weakref.ref[ConvertedLayer] | None) -> str:

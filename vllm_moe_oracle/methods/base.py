@@ -12,7 +12,7 @@ import functools
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
     weight_copies: WeightCopies
     token_dispatch: TokenDispatch | None
     installed: InstalledLayer | None
-    announced_cls: Any
+    announced_cls: type
     """The class of the experts that the model's code saw when it was built."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +283,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             raise NoBackendError(rule, "Choose another --all2all-backend", self.decision.problem.layer)
         return hidden_size, self.decision.problem.intermediate_size
 
-    converts_on_arrival = False
+    converts_on_arrival: ClassVar[bool] = False
     """Whether vLLM has the method convert each layer as soon as its weights are complete, not after all of them."""
 
     @property
@@ -453,10 +453,23 @@ class OracleMoEMethod(FusedMoEMethodBase):
             if other and self.adapter.finalize_always(self.moe):
                 logger.info("moe_oracle: %s: its experts sum over top-k themselves", problem.layer)
 
-        if parts is not None:
-            backend_check.check_installed(
+        if parts is None:
+            return
+
+        def installed(experts: Any) -> InstalledLayer:
+            return InstalledLayer(self.backend, parts, experts, layer, tensors, self.adapter)
+
+        backend_check.check_installed(self, lambda: installed(self._experts_over(tensors)))
+        if self._is_built_over(tensors):
+            token_dispatch.check_installed(self, parts)
+        elif parts.every:  # the kernel still reads the weights before these
+            beside = self.token_dispatch
+            backend_check.check_when_copied(
                 self,
-                lambda: InstalledLayer(self.backend, parts, self._experts_over(tensors), layer, tensors, self.adapter),
+                lambda: [
+                    installed(self.experts),
+                    *(each for _, each in (beside.installed(parts) if beside is not None else ())),
+                ],
             )
 
     def _builder(self, quant_config: Any, for_serving: bool = True) -> VllmBuilder:
@@ -469,11 +482,15 @@ class OracleMoEMethod(FusedMoEMethodBase):
         vLLM's reload by layer converts fresh parameters, and copies them afterwards into the tensors that the kernel
         was built over; stock experts keep scales from when they were built.
         """
-        if all(tensors[name].data_ptr() == address for name, address in self._built_over.items()):
+        if self._is_built_over(tensors):
             return self.experts
         quant_config = self.adapter.quant_config(self.decision.problem, tensors)
         builder = self._builder(quant_config, for_serving=False)
         return self.backend.build_experts(tensors, self.decision.problem, self.decision.plan, builder)
+
+    def _is_built_over(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether the kernel reads these tensors."""
+        return all(tensors[name].data_ptr() == address for name, address in self._built_over.items())
 
     def _read_weights(self, layer: Any) -> dict[str, Tensor]:
         """The layer's loaded parameters by canonical name, validated."""

@@ -107,7 +107,7 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
     scheme: ClassVar[Scheme]
     codes_dtype: ClassVar[torch.dtype]
     codes_per_element: ClassVar[int] = 1
-    converts_on_arrival = True
+    converts_on_arrival: ClassVar[bool] = True
     requantization_source_parameters: Any
 
     def __init__(self, *, moe: Any = None, layer: Any = None) -> None:

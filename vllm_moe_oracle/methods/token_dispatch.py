@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -26,6 +26,7 @@ from ..core.problem import Problem
 from ..errors import SelfCheckError
 from ..oracle.registry import Registry, default_registry
 from ..settings import Settings
+from ..verification.installed import InstalledLayer, WeightParts, skip_reason
 from . import backend_check, rank_sync
 from .backend_selection import LayerMethod
 
@@ -74,11 +75,17 @@ class _Range:
         max_tokens: the range's last number of tokens; None for no limit.
         kernel: vLLM's kernel.
         layer: the layer, or a view of it with this kernel's weights.
+        backend: of a backend beside the layer's own its name; "" for the layer's own.
+        experts: what that backend built.
+        tensors: its kernel tensors.
     """
 
     max_tokens: int | None
     kernel: Any
     layer: Any
+    backend: str = ""
+    experts: Any = None
+    tensors: Tensors = field(default_factory=dict)
 
 
 _rejected: dict[tuple[Problem, str], bool] = {}
@@ -117,6 +124,18 @@ class TokenDispatch:
         """The kernel for a number of tokens, and the layer to call it with."""
         found = next(each for each in self._ranges if each.max_tokens is None or tokens <= each.max_tokens)
         return found.kernel, found.layer
+
+    def installed(self, parts: WeightParts) -> Iterator[tuple[str, InstalledLayer]]:
+        """The layer as the backends beside its own will serve it, by name.
+
+        Args:
+            parts: of the layer's experts.
+        """
+        for each in {each.backend: each for each in self._ranges if each.backend}.values():
+            backend = default_registry()[each.backend]
+            if not skip_reason(backend, parts.problem):
+                layer = InstalledLayer(backend, parts, each.experts, each.layer, each.tensors, self._adapter)
+                yield each.backend, layer
 
     def reserve_workspaces(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
         """Runs the kernels of smaller ranges too when a call has more tokens than any before.
@@ -206,8 +225,31 @@ def build_dispatch(method: DispatchMethod, layer: Any, tensors: Tensors, own_ker
         experts = backend.build_experts(mine, problem, plan, builder)
         weight_storage.register_buffers(layer, builder.buffers, f"range_{len(ranges)}_")
         kernel = method.adapter.kernel(moe, quant_config, layer, experts)
-        ranges.append(_Range(each.max_tokens, kernel, layer if mine is tensors else _LayerView(layer, mine)))
+        view = layer if mine is tensors else _LayerView(layer, mine)
+        ranges.append(_Range(each.max_tokens, kernel, view, each.backend, experts, mine))
     return TokenDispatch(method.adapter, ranges) if ranges else None
+
+
+def check_installed(method: DispatchMethod, parts: WeightParts) -> None:
+    """Checks a converted layer through the backends beside its own.
+
+    Args:
+        method: the layer's method, after `build_dispatch`.
+        parts: of the layer's experts.
+
+    Raises:
+        SelfCheckError: one of them disagrees with the reference.
+    """
+    for name, layer in method.token_dispatch.installed(parts) if method.token_dispatch is not None else ():
+        backend_check.check_beside(_with_backend(method, default_registry()[name]), lambda layer=layer: layer)  # type: ignore[misc]
+
+
+def _with_backend(method: DispatchMethod, backend: Backend) -> _CandidateMethod:
+    """The method as it would be with another backend of its token ranges."""
+    # With the ranges: the check calls kernels on both sides of their ends.
+    decision = dataclasses.replace(method.decision, backend=backend.name, plan=_answers(method, backend.name).plan)
+    shared = method.settings, method.adapter, method.moe, method.rank_group, method.in_own_order
+    return _CandidateMethod(decision, backend, *shared)
 
 
 def _other_backends(method: DispatchMethod) -> list[str]:
@@ -234,11 +276,7 @@ def _rejection(method: DispatchMethod, backend: Backend, raw: Tensors) -> tuple[
             f"vLLM's own class rejects it: {stock_rejection}" if stock_rejection else "another rank's vLLM rejects it"
         )
         return words, False
-    plan = _answers(method, backend.name).plan
-    # With the ranges: the check calls kernels on both sides of their ends.
-    decision = dataclasses.replace(method.decision, backend=backend.name, plan=plan)
-    shared = method.settings, method.adapter, method.moe, method.rank_group, method.in_own_order
-    stand_in = _CandidateMethod(decision, backend, *shared)
+    stand_in = _with_backend(method, backend)
     weights = backend_check.check_weights(stand_in, raw)
     if not weights.passed:
         return f"it cannot hold the loaded weights: {weights.message}", True
