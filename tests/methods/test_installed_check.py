@@ -135,13 +135,18 @@ def test_a_reload_converts_fresh_parameters_before_vllm_copies_them(monkeypatch:
         kept = method.experts
         backend_check.reset()
         delattr(layer, base.PROCESSED_ATTRIBUTE)
-        for name in list(dict(layer.named_parameters())):
+        served = dict(layer.named_parameters())
+        for name in served:
             delattr(layer, name)
         for name, (shape, dtype) in raw.items():
             layer.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
         load_random(layer, 1)
         method.process_weights_after_loading(layer)
         assert method.experts is kept
+        for name, parameter in served.items():
+            parameter.data.copy_(getattr(layer, name).data)
+            setattr(layer, name, parameter)
+        backend_check.check_reloaded()
 
 
 def test_a_right_backend_is_checked_after_loading_and_after_a_reload(

@@ -84,15 +84,21 @@ _last: dict[_CheckKey, weakref.ref[ConvertedLayer]] = {}
 
 _reloaded: dict[_CheckKey, tuple[LayerMethod, Callable[[], list[InstalledLayer]]]] = {}
 """A layer of each kind whose weights were reloaded beside the tensors that its kernel reads, and what makes the checks
-of it as it serves. Outlives the load: vLLM copies the weights at its end."""
+of it as it serves. Outlives a reload: vLLM copies the weights at its end."""
 
 _in_pass: set[str] = set()
 """Names of the layers that were checked after their conversion, each once: one that comes again begins another pass,
 before which the weights of the others may have gone."""
 
 
-def reset() -> None:
-    """Ends a load: outcomes do not hold for other weights, whether another model's or reloaded ones."""
+def reset(reloading: bool = False) -> None:
+    """Ends a load: outcomes do not hold for other weights, whether another model's or reloaded ones.
+
+    Args:
+        reloading: vLLM has still to copy the weights of this load to where kernels read them.
+    """
+    if not reloading:
+        _reloaded.clear()
     _outcomes.clear()
     _convertible.clear()
     _held.clear()

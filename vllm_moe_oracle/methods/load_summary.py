@@ -126,12 +126,12 @@ def record_stock_layer(layer: str, features: Collection[str], stock_class: str, 
         decision_records.write_record(model_report(len(_model.stock_layers)))
 
 
-def _reset_caches() -> None:
-    """Ends a load: what ranks agreed on does not hold for another one."""
+def _reset_caches(reloading: bool = False) -> None:
+    """Ends a load: what ranks agreed on does not hold for another one. See `backend_check.reset`."""
     rank_agreement.reset()
     backend_selection.reset()
     first_start.reset()
-    backend_check.reset()
+    backend_check.reset(reloading)
     token_dispatch.reset()
 
 
@@ -168,7 +168,7 @@ def record_conversion(decision: Decision) -> None:
         _model.reloaded.add(layer)
         if _model.reloaded >= set(_model.decisions):
             _model.reloaded.clear()
-            _reset_caches()
+            _reset_caches(reloading=True)
         return
     _model.pending.discard(layer)
     if _model.pending:
