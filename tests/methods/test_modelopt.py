@@ -142,6 +142,37 @@ def test_vllm_leaves_out_the_layers_that_explain_does(precision: str, pattern: s
     assert config.exclude_modules == [pattern]
 
 
+EXCLUDED = ["model.layers.0.mlp.experts"]
+NESTED = {"quant_algo": "MXFP8", "kv_cache_quant_algo": None}
+
+
+@pytest.mark.parametrize(
+    ("config", "left_out"),
+    [
+        ({"quant_method": "mxfp8", "ignored_layers": EXCLUDED}, True),
+        ({"quant_method": "mxfp8", "ignore": EXCLUDED}, False),
+        ({"quant_method": "mxfp8", "exclude_modules": EXCLUDED}, False),
+        ({"quant_method": "mxfp8", "quant_algo": None, "ignored_layers": EXCLUDED}, True),
+        ({"quant_method": "mxfp8", "quant_algo": "MXFP8", "ignored_layers": EXCLUDED}, False),
+        ({"quant_method": "mxfp8", "quant_algo": "MXFP8", "ignore": EXCLUDED}, True),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": EXCLUDED}, True),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8", "ignored_layers": EXCLUDED}, False),
+        ({"quant_method": "modelopt", "quantization": NESTED | {"exclude_modules": EXCLUDED}}, True),
+        ({"quant_method": "modelopt", "quantization": NESTED | {"exclude_modules": [], "ignore": EXCLUDED}}, False),
+    ],
+)
+def test_one_field_has_the_exclusions(config: dict[str, Any], left_out: bool, tmp_path: Path) -> None:
+    """Which one, the form of the config says, for vLLM's class and for `explain`; another one is noted."""
+    from vllm_moe_oracle.methods.modelopt import ModelOptMxFp8Config, Mxfp8Config
+
+    kind = Mxfp8Config if config["quant_method"] == "mxfp8" else ModelOptMxFp8Config
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(CONFIG.read_text()) | {"quantization_config": config}))
+    found = find_moe_layers(read_checkpoint(tmp_path))
+    assert kind.from_config(dict(config)).is_layer_excluded(EXCLUDED[0]) == left_out
+    assert (list(found.unquantized) == EXCLUDED) == left_out
+    assert any("has no effect: vLLM reads" in note for note in found.notes) == (not left_out)
+
+
 @st.composite
 def entries(draw: st.DrawFn) -> str:
     """Parts of a matrix's name, with wildcards here and there."""

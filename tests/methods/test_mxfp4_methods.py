@@ -103,6 +103,9 @@ def test_inputs_have_the_precision_that_auto_round_declared(
     made = INCMxfp4MoEMethod.__new__(INCMxfp4MoEMethod)
     made.__init__(None)  # type: ignore[misc]
     assert asked == [mxfp4.mxfp4_scheme("auto-round", activations)]
+    checkpoint.quantization_config["act_bits"] = 6
+    with pytest.raises(CheckpointError, match="inputs of 6 bits, which no format has"):
+        made.__init__(None)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("cpu", [True, False])
@@ -138,11 +141,11 @@ def test_an_fp8_config_declares_fp8_in_every_release() -> None:
     fp8 = Fp8Config(True, "dynamic", weight_block_size=[128, 128])
     layer = SimpleNamespace(quant_config=fp8)
     for key in (None, kMxfp8Dynamic):
-        assert mxfp4.declared_activations(layer, key) == "fp8"
+        assert mxfp4.activations_of_key(layer, key) == "fp8"
     for key, expected in ((None, "16bit"), (kMxfp8Dynamic, "mxfp8"), (kMxfp4Dynamic, "mxfp4"),
                           (kFp8DynamicTokenSym, "fp8_token"), (kFp8Dynamic128Sym, "fp8")):  # fmt: skip
-        assert mxfp4.declared_activations(SimpleNamespace(quant_config=None), key) == expected
-        assert mxfp4.declared_activations(None, key) == expected
+        assert mxfp4.activations_of_key(SimpleNamespace(quant_config=None), key) == expected
+        assert mxfp4.activations_of_key(None, key) == expected
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -24,7 +24,7 @@ from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.compat.layer_context import set_current_layer
 from vllm_moe_oracle.core.problem import Scheme
 from vllm_moe_oracle.errors import CheckpointError, NoBackendError
-from vllm_moe_oracle.methods import wna16
+from vllm_moe_oracle.methods import load_summary
 from vllm_moe_oracle.methods.base import OracleMoEMethod
 from vllm_moe_oracle.methods.compressed_tensors import CompressedTensorsConfig
 from vllm_moe_oracle.methods.wna16 import expert_layer_names
@@ -136,7 +136,7 @@ def test_zero_points_of_a_symmetric_file_are_not_applied(name: str) -> None:
 def test_zero_points_that_no_symmetric_file_has_are_told_of_once(
     packing: str, bits: int, word: int, odd: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wna16, "_warned_packings", set())
+    monkeypatch.setattr(load_summary, "_model", load_summary._ModelLoad())
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     contents = contents_of(layer_of(packing, bits=bits, **SIZES))
     files = contents.files()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lib.cases import CPU, MXFP8, MXFP8_W8A8, SILU, problem
@@ -21,7 +22,8 @@ from tests.lib.faulty_backends import MXFP4, MXFP4_W4A4, OAI, Faulty, after, che
 from vllm_moe_oracle.backends.emulation import expert_outputs, forward, ieee_fp32_matmul
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.decision import ShardPlan
-from vllm_moe_oracle.core.problem import Parallel
+from vllm_moe_oracle.core.problem import Parallel, Problem, Scheme
+from vllm_moe_oracle.schemes import _wna16_parameters
 from vllm_moe_oracle.verification import bounds, inputs, process_state, self_check
 
 SMALL: dict[str, Any] = {"experts": 16, "top_k": 4, "hidden_size": 256, "intermediate_size": 128, "has_bias": True}
@@ -351,3 +353,27 @@ def test_a_sum_of_terms_with_independent_errors_is_within_the_bound() -> None:
     assert "columns 64 to 95 of token 3" in bounds.describe_excess(
         expected.index_put((torch.tensor(3), torch.arange(64, 96)), torch.tensor(9.0)), reference, rows
     )
+
+
+@pytest.mark.parametrize("fault", ["zero points ignored", "scales in another order", ""])
+def test_equal_integer_scales_and_middle_zero_points_hide_nothing(fault: str) -> None:
+    """As a model may have: a reload brings others."""
+    scheme = Scheme("wna16", 4, 32, "compressed-tensors", zero_points=True)
+    layer = problem(num_experts=8, local_experts=8, top_k=2, hidden_size=128, intermediate_size=64, scheme=scheme)
+    generator = torch.Generator().manual_seed(0)
+    raw: dict[str, Tensor] = {}
+    for matrix, (rows, columns, groups) in _wna16_parameters.matrix_sizes(layer).items():
+        codes = torch.randint(-(2**31), 2**31 - 1, (8, rows, columns // 8), generator=generator, dtype=torch.int64)
+        raw[matrix] = codes.to(torch.int32)
+        raw[f"{matrix}_scale"] = torch.full((8, rows, groups), 0.01, dtype=torch.bfloat16)
+        middle = int.from_bytes(b"\x88" * 4, "little", signed=True)
+        raw[f"{matrix}_zero_point"] = torch.full((8, rows // 8, groups), middle, dtype=torch.int32)
+
+    def convert(expert: dict[str, Tensor], layer: Problem) -> dict[str, Tensor]:
+        if fault == "zero points ignored":
+            return {name: torch.full_like(t, 8) if name.endswith("zero_point") else t for name, t in expert.items()}
+        if fault:
+            return {name: t.flip(0) if name == "w13_scale" else t for name, t in expert.items()}
+        return expert
+
+    assert check(Faulty("integers", convert=convert), layer, raw).passed == (not fault)

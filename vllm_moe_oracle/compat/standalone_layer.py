@@ -191,7 +191,7 @@ class StockLayer:
             problem: the layer; its experts must all be on this rank.
             moe_backend: vLLM's ``--moe-backend``.
             device_type: ``cuda`` or ``cpu``.
-            most_tokens: most tokens of a call.
+            max_num_tokens: most tokens of a call.
 
         Raises:
             MeasurementError: vLLM has no such layer, or the plugin is registered.

@@ -9,6 +9,7 @@ from vllm.model_executor.layers.quantization.inc.schemes import inc_mxfp4_moe as
 
 from ..compat import current_adapter
 from ..core.problem import MX_BLOCK
+from ..errors import CheckpointError
 from ..quantization.auto_round import mx_activations
 from .mxfp4 import BaseMxfp4MoEMethod, mxfp4_scheme
 
@@ -25,5 +26,9 @@ class INCMxfp4MoEMethod(BaseMxfp4MoEMethod, stock.INCMxfp4MoEMethod):
     def __init__(self, moe: Any) -> None:
         # The stock constructor would choose a backend by the GPU alone.
         self.group_size = MX_BLOCK
-        declared = mx_activations(current_adapter().checkpoint_quantization(), "quantization_config")
-        self.decide(moe, mxfp4_scheme("auto-round", declared or "mxfp4"))
+        config = current_adapter().checkpoint_quantization()
+        declared = mx_activations(config, "quantization_config")
+        if declared is None:
+            rule = f"experts in MXFP4 with inputs of {config.get('act_bits')} bits, which no format has"
+            raise CheckpointError(rule, "Check act_bits", "quantization_config")
+        self.decide(moe, mxfp4_scheme("auto-round", declared))

@@ -44,6 +44,7 @@ class _ModelLoad:
         self.settings: Settings | None = None
         self.logged: set[tuple[Any, ...]] = set()
         self.stock_layers: dict[str, str] = {}
+        self.warned: set[str] = set()
 
 
 _model = _ModelLoad()
@@ -104,6 +105,13 @@ def _tune_command(decision: Decision, settings: Settings) -> str:
     )
 
 
+def warn_once(words: str, where: str) -> None:
+    """Logs a warning about loaded weights at the first place of a load or a reload, not for every tensor."""
+    if words not in _model.warned:
+        _model.warned.add(words)
+        logger.warning("moe_oracle: %s: %s", where, words)
+
+
 def record_stock_layer(layer: str, features: Collection[str], stock_class: str, error: NoBackendError) -> None:
     """Records a layer that no backend can run and stock vLLM serves, and logs the first of its kind.
 
@@ -131,6 +139,7 @@ def _reset_caches(reloading: bool = False) -> None:
     rank_agreement.reset()
     backend_selection.reset()
     first_start.reset()
+    _model.warned.clear()
     backend_check.reset(reloading)
     token_dispatch.reset()
 

@@ -131,7 +131,7 @@ class _GptOssLayoutMoEMethod(BaseMxfp4MoEMethod):
             kwargs: likewise.
         """
         # The stock constructors would choose a backend by their own rules, and raise where they find none.
-        self.decide(moe, mxfp4_scheme(self.packing, declared_activations(current_layer()[0], activation_key)))
+        self.decide(moe, mxfp4_scheme(self.packing, activations_of_key(current_layer()[0], activation_key)))
 
 
 class GptOssMxfp4MoEMethod(_GptOssLayoutMoEMethod, stock.GptOssMxfp4MoEMethod):
@@ -158,7 +158,7 @@ def mxfp4_scheme(packing: str, activations: ActivationPrecision = "16bit") -> Sc
     return Scheme("mxfp4", bits=4, group_size=MX_BLOCK, packing=packing, activations=activations)
 
 
-def declared_activations(layer: Any, activation_key: Any) -> ActivationPrecision:
+def activations_of_key(layer: Any, activation_key: Any) -> ActivationPrecision:
     """Precision that a checkpoint declares for the inputs of a layer's experts.
 
     An FP8 config quantizes activations dynamically, whatever a release passes to the constructor: for DeepSeek-V4

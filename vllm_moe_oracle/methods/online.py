@@ -186,22 +186,23 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
         if self._is_processed(layer):
             return
         self._set_state(layer, "converting")
-        if self._requantization_source() is None:
-            weights = {own: getattr(layer, f"{own}_weight") for own in ("w13", "w2")}
-            if self.moe_kernel is not None or not self.adapter.uses_dummy_weights():
-                name = self.decision.problem.layer
-                with rank_sync.notify_on_failure(self.rank_group, f"the loaded weights of {name}"):
-                    parameters = dict(self.adapter.parameters(layer))
-                    weight_loading.check_all_loaded(parameters, name)
-                    weight_loading.fill_unloaded(parameters.values())
-        else:
-            weights = dict(zip(("w13", "w2"), self.get_weights_for_quantization(layer), strict=True))
-        self._quantize(layer, weights)
-        if self._requantization_source() is not None:
-            self._retain_kernel_parameters()
+        with rank_sync.notify_on_failure(self.rank_group, f"the quantization of {self.decision.problem.layer}"):
+            self._quantize(layer, self._loaded_weights(layer))
+            if self._requantization_source() is not None:
+                self._retain_kernel_parameters()
         super().process_weights_after_loading(layer)
         if self._requantization_source() is not None:
             self.release_requantization_source_weights(layer)
+
+    def _loaded_weights(self, layer: Any) -> dict[str, Tensor]:
+        """The weights to quantize, by canonical name."""
+        if self._requantization_source() is not None:
+            return dict(zip(("w13", "w2"), self.get_weights_for_quantization(layer), strict=True))
+        if self.moe_kernel is not None or not self.adapter.uses_dummy_weights():
+            parameters = dict(self.adapter.parameters(layer))
+            weight_loading.check_all_loaded(parameters, self.decision.problem.layer)
+            weight_loading.fill_unloaded(parameters.values())
+        return {own: getattr(layer, f"{own}_weight") for own in ("w13", "w2")}
 
     def _retain_kernel_parameters(self) -> None:
         """Takes the kernel's parameters, the biases, off vLLM's list of those that requantization deletes."""

@@ -33,7 +33,7 @@ class QuarkOCP_MX_MoEMethod(BaseMxfp4MoEMethod, stock.QuarkOCP_MX_MoEMethod):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An instance, or one of the stock class for unsupported formats."""
-        if _declared_activations(*args, **kwargs) is _UNSUPPORTED:
+        if _activations_of_arguments(*args, **kwargs) is _UNSUPPORTED:
             made = stock.QuarkOCP_MX_MoEMethod.__new__(stock.QuarkOCP_MX_MoEMethod)
             stock.QuarkOCP_MX_MoEMethod.__init__(made, *args, **kwargs)
             return made
@@ -42,7 +42,7 @@ class QuarkOCP_MX_MoEMethod(BaseMxfp4MoEMethod, stock.QuarkOCP_MX_MoEMethod):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # The stock constructor would choose a backend by its own rules.
         moe = _bind_arguments(*args, **kwargs)["moe"]
-        self.decide(moe, mxfp4_scheme("quark", _declared_activations(*args, **kwargs)))
+        self.decide(moe, mxfp4_scheme("quark", _activations_of_arguments(*args, **kwargs)))
         self.has_bias = bool(moe.has_bias)
 
 
@@ -51,7 +51,7 @@ def _bind_arguments(*args: Any, **kwargs: Any) -> Mapping[str, Any]:
     return _STOCK_SIGNATURE.bind(None, *args, **kwargs).arguments
 
 
-def _declared_activations(*args: Any, **kwargs: Any) -> ActivationPrecision | Any:
+def _activations_of_arguments(*args: Any, **kwargs: Any) -> ActivationPrecision | Any:
     """Precision that the checkpoint declares for the experts' inputs; `_UNSUPPORTED` for unsupported formats."""
     arguments = _bind_arguments(*args, **kwargs)
     if "weight_config" in arguments:  # until 0.30: entries of Quark's own config

@@ -39,7 +39,7 @@ from ..quantization.types import (
 )
 from ..schemes import _wna16_checkpoint, _wna16_parameters
 from ..schemes._packings import PACKINGS, filled_word
-from . import rank_sync, weight_loading
+from . import load_summary, rank_sync, weight_loading
 from .base import OracleMoEMethod
 from .dtypes import EmulatedDtypesMixin
 
@@ -50,9 +50,6 @@ logger = logging.getLogger("vllm.moe_oracle")
 
 _GPT_OSS_SHARDS = {"gpt_oss_w13": "w13", "gpt_oss_w2": "w2"}
 """Shard names of gpt-oss's loader; the first one is a tensor with interleaved rows of gate and up."""
-
-_warned_packings: set[str] = set()
-"""Packings for which the warning about zero points of symmetric weights was logged: once, not for every tensor."""
 
 _REMEDY = "Check the model's files, or serve another export of it"
 
@@ -266,17 +263,16 @@ class Wna16MoEMethod(OracleMoEMethod):
 
     def _check_zero_points(self, tensor: Tensor, where: str) -> None:
         bits, packing = self.decision.problem.scheme.bits, PACKINGS[self.file_packing]
-        if tensor.dtype != packing.word_dtype or not tensor.numel() or self.file_packing in _warned_packings:
+        if tensor.dtype != packing.word_dtype or not tensor.numel():
             return
         middle = 1 << bits - 1
         # Of both storage formats, and zeros of tools that never fill them.
         usual = [0] if packing.signed else [0, middle, middle - 1]
         words = [filled_word(code, bits, packing) for code in usual]
         if not any(bool((tensor == word).all()) for word in words):
-            _warned_packings.add(self.file_packing)
             rule = "the config declares symmetric weights, but the zero points are not those of symmetric weights"
             remedy = "if they are needed, correct sym (GPTQ), zero_point (AWQ) or symmetric in the config"
-            logger.warning("moe_oracle: %s: %s; they are not applied: %s", where, rule, remedy)
+            load_summary.warn_once(f"{rule}; they are not applied: {remedy}", where)
 
     # --- converting -------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     fields = config if nested is None else nested
     method = read_string(config, "quant_method", where)
     algo = read_string(fields, "quant_algo", where).upper() or ("MXFP8" if method == "modelopt_mxfp8" else "")
-    excluded = modelopt_exclusion_matcher(read_names(fields, _EXCLUSION_FIELDS, where), where)
+    excluded = modelopt_exclusion_matcher(read_names(fields, (_exclusion_field(config),), where), where)
     if algo == "MIXED_PRECISION":
         return _mixed_precision_lookup(fields, excluded, where)
     if not algo:
@@ -48,6 +48,15 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
 
 
 _EXCLUSION_FIELDS = ("ignore", "exclude_modules", "ignored_layers")
+
+
+def _exclusion_field(config: Mapping[str, Any]) -> str:
+    """The field of exclusions that vLLM reads: one, by the form of the config."""
+    if config.get("quantization") is not None:  # hf_quant_config.json
+        return "exclude_modules"
+    if config.get("quant_method") == "mxfp8" and not config.get("quant_algo"):  # MiniMax's
+        return "ignored_layers"
+    return "exclude_modules" if "exclude_modules" in config and "ignore" not in config else "ignore"
 
 
 def modelopt_exclusion_matcher(entries: Iterable[str], where: str) -> Callable[[LayerNames], bool]:
@@ -114,8 +123,14 @@ def _any_starts_with(texts: Sequence[str], prefix: str) -> bool:
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     """Notes for the user about a config that `parse_config` accepted, one sentence each."""
-    nested = config.get("quantization")
-    for name in read_names(config if nested is None else nested, _EXCLUSION_FIELDS, where):
+    nested, field = config.get("quantization"), _exclusion_field(config)
+    fields = config if nested is None else nested
+    for other in _EXCLUSION_FIELDS:
+        if other != field and read_names(fields, (other,), where):
+            yield f"{where}: {other} has no effect: vLLM reads {field} in a config of this form"
+    if nested is None and field == "exclude_modules" and fields[field]:
+        yield f"{where}: vLLM before 0.33 does not read exclude_modules beside quant_algo, and would fail to load"
+    for name in read_names(fields, (field,), where):
         if name.startswith("re:"):
             yield f"{where}: the exclusion {short_repr(name)} has no effect: vLLM expects names and wildcards there"
         elif (found := re.search(r"(?<![A-Za-z_])experts\.", name)) and has_wildcard(name[: found.start()]):
@@ -233,12 +248,15 @@ class MixedPrecision:
 
 def parse_minimax_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """MiniMax's tag: ModelOpt's tensors, with the exclusions under ``ignored_layers``."""
-    return parse_config({"quant_algo": "MXFP8", **config}, where)
+    form = _exclusion_field(config)
+    algo = config.get("quant_algo") or "MXFP8"
+    exclusions = {"ignore": config.get(form)} if form == "ignored_layers" else {}
+    return parse_config({**config, "quant_algo": algo, **exclusions}, where)
 
 
 def parse_nvfp4_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """A config whose ``quant_method`` means NVFP4; it may lack ``quant_algo``."""
-    return parse_config({"quant_algo": "NVFP4", **config}, where)
+    return parse_config({**config, "quant_algo": config.get("quant_algo") or "NVFP4"}, where)
 
 
 def _vllm_method(config: Mapping[str, Any], method: str) -> str:

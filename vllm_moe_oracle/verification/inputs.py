@@ -119,15 +119,24 @@ def make_discriminating(experts: dict[str, Tensor], problem: Problem) -> None:
     """Changes a layer's weights so that every fault of a kernel is visible, whatever the model's own weights are.
 
     Biases get the size of the values that they are added to: a model's biases may be zero or too small to be missed.
-    A random half of the e8m0 scales grows by one exponent: equal scales, as a model may have, hide a wrong order.
+    A random half of the scales doubles, and of the zero points grows by one: equal ones, as a model may have, hide a
+    wrong order, and zero points in the middle hide that they are ignored.
 
     Args:
         experts: canonical tensors, `[experts, ...]` each; entries are replaced.
         problem: the layer.
     """
     for name in ("w13_scale", "w2_scale"):
-        if experts[name].dtype == torch.uint8:
-            experts[name] = experts[name].clamp(max=_MAX_E8M0_CODE - 1) + _random_bits(experts[name])
+        scales = experts[name]
+        if scales.dtype == torch.uint8:
+            experts[name] = scales.clamp(max=_MAX_E8M0_CODE - 1) + _random_bits(scales)
+        else:
+            doubled = scales * (1 + _random_bits(scales)).to(scales.dtype)
+            experts[name] = torch.where(doubled.isfinite(), doubled, scales)
+    for name in ("w13_zero_point", "w2_zero_point"):
+        if (zeros := experts.get(name)) is not None:
+            largest = (1 << problem.scheme.bits) - 1
+            experts[name] = torch.where(zeros < largest, zeros + _random_bits(zeros), zeros)
     if problem.has_bias:
         # `make_inputs` scales the first product to about 1.
         second = [each.square().sum(-1).mean().sqrt() for each in _dequantized(problem, experts, "w2")]
