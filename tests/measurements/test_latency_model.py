@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 import msgspec
+import numpy
 import pytest
 import torch
 
@@ -104,12 +105,13 @@ def test_active_experts_are_those_of_routings_that_give_a_rank_its_slots(
     shape = kernel_shape_of(dataclasses.replace(PLAIN, num_experts=experts, local_experts=local, top_k=top_k))
     work = latency_model.call_work(shape, tokens)
     assert work.slots == max(1, round(tokens * top_k * local / experts))
-    generator, found = torch.Generator().manual_seed(0), []
+    generator, found = numpy.random.default_rng(0), []
     while len(found) < 300:
-        ids = torch.rand(256, tokens, experts, generator=generator).topk(top_k, dim=-1).indices
-        hits = torch.nn.functional.one_hot(ids, experts).sum((1, 2))[:, :local]
-        kept = hits[hits.sum(-1) == work.slots]
-        found += (kept > 0).sum(-1).tolist()
+        # How many of a token's experts are the rank's; then which ones, in the calls that give the rank its slots.
+        own = generator.hypergeometric(local, experts - local, top_k, (2048, tokens))
+        own = own[own.sum(1) == work.slots][:300]
+        places = generator.random((*own.shape, local)).argsort(-1).argsort(-1)
+        found += (places < own[..., None]).any(1).sum(-1).tolist()
     # Three hundred draws know the mean to 6 % of a deviation, which is at most half of the experts.
     assert work.active == pytest.approx(sum(found) / len(found), abs=0.1 + 0.05 * local)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
 from ..errors import CheckpointError
+from ..releases import min_versions
 from .fields import (
     has_wildcard,
     matches_number_prefix,
@@ -129,7 +130,8 @@ def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
         if other != field and read_names(fields, (other,), where):
             yield f"{where}: {other} has no effect: vLLM reads {field} in a config of this form"
     if nested is None and field == "exclude_modules" and fields[field]:
-        yield f"{where}: vLLM before 0.33 does not read exclude_modules beside quant_algo, and would fail to load"
+        rule = f"vLLM before {min_versions.MODELOPT_EXCLUDE_MODULES} does not read exclude_modules beside quant_algo"
+        yield f"{where}: {rule}, and would not load such files"
     for name in read_names(fields, (field,), where):
         if name.startswith("re:"):
             yield f"{where}: the exclusion {short_repr(name)} has no effect: vLLM expects names and wildcards there"

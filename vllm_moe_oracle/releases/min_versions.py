@@ -59,6 +59,9 @@ MARLIN_UNINTERLEAVED = "0.24.0"
 MARLIN_WITHOUT_ACT_ORDER = "0.30.0"
 """Marlin's operator no longer reorders input features."""
 
+MODELOPT_EXCLUDE_MODULES = "0.33.0"
+"""ModelOpt's configs read ``exclude_modules`` beside ``quant_algo``, where there is no ``ignore``."""
+
 SITU = "0.27.1"
 """The activation ``situ``. Expert classes that call vLLM's activation functions pass its parameters."""
 
