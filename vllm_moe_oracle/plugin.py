@@ -172,7 +172,7 @@ def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _finish_reload(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """vLLM's end of a load by layer, which copies reloaded weights to where kernels read them."""
+    """vLLM's end of a load by layer. Reloaded weights are where kernels read them then."""
     result = original(*args, **kwargs)
     if "vllm_moe_oracle.methods.backend_check" in sys.modules:  # else no layer is ours
         from .methods import backend_check

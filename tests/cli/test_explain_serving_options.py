@@ -212,6 +212,9 @@ def test_a_layer_that_an_all_to_all_carries_rounded_up_is_left_to_stock(run: Run
     said = "does not carry hidden size 2880: vLLM rounds it up to 3072, and no backend here loads such a layer. Choose"
     assert refused.status == 0 and said in refused.text and "another --all2all-backend" in refused.text
     assert "left to stock vLLM, if stock vLLM can run a rounded hidden size" in refused.text
+    asked = ("--dp", 2, "--ep", "--all2all-backend", "deepep_high_throughput")
+    on_cpu = run("explain", CONFIGS / "gpt-oss-20b.json", "--device", "cpu", *asked)
+    assert on_cpu.status == 3 and "a rounded hidden size" not in on_cpu.text
     named = run(*options, "--all2all-backend", "deepep_high_throughput", "--backend", "hopper_mxfp4")
     assert named.status == 3 and said in named.text and "left to stock" not in named.text
 

@@ -84,7 +84,7 @@ REGISTERED_PARAMETERS = {
 _NEWEST = "9999"
 
 OPTIONAL_ATTRIBUTES = {
-    "use_deferred_moe_finalize": (("0.30", _NEWEST),),
+    "use_deferred_moe_finalize": (("0.28", _NEWEST),),
     "routing_sink": (("0.32", _NEWEST),),
     "hash_indices_table": (("0.22", "0.23"), ("0.33", _NEWEST)),
     "quant_config": (("0.22", _NEWEST),),

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.lib.cases import problem
+from tests.lib.cases import backend, problem, registry
 from tests.lib.samples import measured_card
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.core.decision import Decision
@@ -19,6 +19,7 @@ from vllm_moe_oracle.measurements import latency_model, lookup, model_shapes, pr
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import RoutingKind, Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import Store
+from vllm_moe_oracle.oracle import selection
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.releases.supported import NEWEST
 
@@ -327,3 +328,23 @@ def test_a_gain_over_stock_is_of_the_same_triton() -> None:
         assert [str(each.environment).rpartition(", ")[2] + ")" for each in found] == [expected] * bool(expected), layer
         part = dataclasses.replace(here, sm_count=card.sm_count // 2)
         assert profile.comparisons_for(Environment.of(part)) == []
+
+
+def test_a_third_partys_disabled_backend_is_not_asked_about_its_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its method may hang, and that it is measured is no reason to call it."""
+
+    class Fatal(type(backend("fatal"))):  # type: ignore[misc]
+        def activations(self, problem: Any) -> str:
+            raise SystemExit(3)
+
+    both = registry([Fatal(), backend("other")])
+    for module in (lookup, selection):
+        monkeypatch.setattr(module, "default_registry", lambda: both)
+    store = Store(tmp_path)
+    store.prepare()
+    store.add(Environment.of(H200), kernel_shape_of(LAYER), [*times("fatal", 10), *times("other", 20)])
+    chosen = settings.load({}, assignments={"cache": str(tmp_path), "disable": "fatal"})
+    found = lookup.find_measurements(LAYER, H200, chosen)
+    assert found is not None and list(found.times) == ["other"]

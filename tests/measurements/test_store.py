@@ -14,6 +14,7 @@ import sys
 import textwrap
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -665,3 +666,20 @@ def test_a_reader_of_another_programs_file_promises_no_new_one(tmp_path: Path) -
     for read in (lambda: store.samples(SHAPE), store.prepare):
         with pytest.raises(MeasurementError, match=r"is not a store of measurements.*Move it away, or set MOE_ORACLE_"):
             read()
+
+
+def test_no_backends_rows_crowd_out_another_ones(store: Store) -> None:
+    names = [f"backend_{letter}" for letter in "abcdefgh"]
+    for name in names:
+        store.add(HERE, SHAPE, [msgspec.structs.replace(sample(count), backend=name) for count in range(1, 121)])
+    ((_, samples),) = store.samples(SHAPE)
+    assert Counter(each.backend for each in samples) == dict.fromkeys(names, 120)
+
+
+def test_an_environment_that_is_still_measured_stays_beside_many_others(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_MAX_ENVIRONMENTS", 3)
+    for driver in ("mine", *map(str, range(5)), "mine"):
+        store.add(msgspec.structs.replace(HERE, driver=driver), SHAPE, [sample()])
+    assert [there.driver for there, _ in store.samples(SHAPE)] == ["mine", "4", "3"]

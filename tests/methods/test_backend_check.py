@@ -42,7 +42,7 @@ FAULTS_OF_CONVERSION = {name: RAISED[name] for name in ("error", "exit", "own si
 def no_results_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(backend_check, "_outcomes", {})
     monkeypatch.setattr(backend_check, "_convertible", set())
-    monkeypatch.setattr(backend_check, "_held", set())
+    monkeypatch.setattr(backend_check, "_held", {})
     monkeypatch.setattr(backend_selection, "_agreed_backends", {})
     yield
 
@@ -493,3 +493,28 @@ def test_a_later_layer_that_fails_on_one_rank_ends_all(fault: str, words: str, t
     assert failing["raised"] == "SelfCheckError" and words in failing["message"]
     assert "layers.10" in failing["message"] and "MOE_ORACLE_DISABLE=weighing" in failing["message"]
     assert other["raised"] == "RankSyncError" and "rank 1 gave up" in other["message"] and words in other["message"]
+
+
+def backends_in_order(processes: Any, fault: str) -> dict[str, str]:
+    """The backend of each layer on a rank; rank 1 finds a fault in the first layer to which it comes, and in no other.
+    Rank 0 begins with another layer of the kind."""
+    group, found = RankGroup(processes, 20.0), {}
+    for number in ((8, 9, 10), (9, 8, 10))[group.rank]:
+        layer = dataclasses.replace(LAYERS["silu"], layer=f"layers.{number}")
+        backend, faulty = Weighing("weighing"), (group.rank, number) == (1, 9)
+        backend.refuses = layer.layer if faulty and fault == "weights" else ""
+        if faulty and fault == "kernel":
+            backend._convert = swap_halves
+        both = registry([backend, second()])
+        method = Method.of(both, layer, group, self_check="all")
+        method.in_own_order = True
+        backend_check.check_or_fallback(method, weights(layer), registry=both)
+        found[layer.layer] = method.backend.name
+    rank_sync.all_gather(group, "the end", lambda: True)
+    return found
+
+
+@pytest.mark.parametrize("fault", ["weights", "kernel"])
+def test_a_failure_in_the_first_layers_holds_for_the_kind_on_all_ranks(fault: str, tmp_path: Path) -> None:
+    one, other = gloo_ranks.run(backends_in_order, 2, tmp_path, fault)
+    assert one == other == dict.fromkeys(["layers.8", "layers.9", "layers.10"], "second")

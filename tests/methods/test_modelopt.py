@@ -151,6 +151,8 @@ NESTED = {"quant_algo": "MXFP8", "kv_cache_quant_algo": None}
     [
         ({"quant_method": "mxfp8", "ignored_layers": EXCLUDED}, True),
         ({"quant_method": "mxfp8", "ignore": EXCLUDED}, False),
+        ({"quant_method": "modelopt_mxfp8", "ignored_layers": EXCLUDED}, True),
+        ({"quant_method": "modelopt_mxfp8", "ignore": EXCLUDED}, False),
         ({"quant_method": "mxfp8", "exclude_modules": EXCLUDED}, False),
         ({"quant_method": "mxfp8", "quant_algo": None, "ignored_layers": EXCLUDED}, True),
         ({"quant_method": "mxfp8", "quant_algo": "MXFP8", "ignored_layers": EXCLUDED}, False),

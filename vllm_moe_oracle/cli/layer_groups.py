@@ -18,6 +18,7 @@ from ..measurements.stock_gain import StockGain, stock_gain, time_errors
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
 from ..oracle.stock_kernels import is_loadable, stock_candidate
+from ..releases.all2all import why_vllm_refuses
 from ..settings import AUTO, Settings
 
 
@@ -117,7 +118,9 @@ def _decided(
         check_exchange(problem, all2all, device.kind)
     except NoBackendError as error:
         judged = error.candidates
-        rounded = carried_hidden_size(problem, all2all) > problem.hidden_size
+        parallel = problem.parallel
+        refused = why_vllm_refuses(all2all, device.kind, parallel.ep > 1 and parallel.dp > 1, parallel.dp)
+        rounded = decision is not None and not refused and carried_hidden_size(problem, all2all) > problem.hidden_size
         refused_exchange = decision is not None and not rounded
         if decision is not None:
             judged, decision = decision.candidates, None

@@ -162,8 +162,7 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         which vLLM's model code makes while it is built, by the class of the experts then. Returns whether there was
         one."""
         asked = bool(getattr(moe, "use_deferred_moe_finalize", False))
-        _limit_unreduced(moe, 0)
-        return asked
+        return _limit_unreduced(moe, 0) and asked
 
     def trial_tokens(self, moe: Any) -> int:
         """Most tokens of a trial call: no more than the engine's own calls have, whose workspaces may not grow."""
@@ -400,7 +399,7 @@ def _poisoned_memory(experts: Any) -> Iterator[None]:
 
 
 _UNREDUCED_LIMIT = "defer_moe_finalize_max_num_tokens"
-"""Field of vLLM's `FusedMoEConfig` since 0.30."""
+"""Field of vLLM's `FusedMoEConfig` in every release whose models ask for such outputs."""
 
 
 @contextmanager
@@ -414,10 +413,12 @@ def _finalized(moe: Any) -> Iterator[None]:
         _limit_unreduced(moe, limit)
 
 
-def _limit_unreduced(moe: Any, tokens: int | None) -> None:
-    """Sets the most tokens of a call whose outputs a model gets unreduced; nothing in a release without such calls."""
-    if hasattr(moe, _UNREDUCED_LIMIT):
+def _limit_unreduced(moe: Any, tokens: int | None) -> bool:
+    """Sets the most tokens of a call whose outputs a model gets unreduced; False in a release without such calls."""
+    found = hasattr(moe, _UNREDUCED_LIMIT)
+    if found:
         setattr(moe, _UNREDUCED_LIMIT, tokens)
+    return found
 
 
 def _padded(x: Tensor, hidden: int) -> Tensor:

@@ -81,11 +81,14 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
     remarks: list[str] = []
     first: MeasurementSet | None = None
     failures: dict[str, str] = {}
+    registry = default_registry()  # of a third party's disabled backend no method is called
+    uncalled = {each for each in settings.disable if each in registry and not is_own(registry[each])}
     for name, read in _sources(settings, device):
         try:
             with boundary(MeasurementError, "cannot be used"):
                 for valid in _valid_samples(name, read(shape), here, remarks):
-                    measured = _measurement_set(f"{name} ({valid.environment})", valid.samples, problem)
+                    samples = [each for each in valid.samples if each.backend not in uncalled]
+                    measured = _measurement_set(f"{name} ({valid.environment})", samples, problem)
                     measured = _usable_here(measured, valid, here, failures, remarks)
                     measured = _completed(measured, _compared_backends(judged), settings, predicted_here)
                     why = _why_undecided(measured, judged, settings)

@@ -55,11 +55,11 @@ WRITER_SECONDS = 30.0
 _LOCK_PAUSE = 0.2
 """Seconds that one attempt of a writer takes."""
 _MAX_ENVIRONMENTS = 256
-"""Most environments that are read, the newest ones."""
-_MAX_ROWS = 512
-"""Most rows read for a kernel shape in an environment: ten backends, twenty numbers of tokens, two routings."""
+"""Most environments that are read for a kernel shape, those with the newest samples."""
+_MAX_ROWS = 4096
+"""Most rows read for a kernel shape in an environment: a hundred backends, twenty numbers of tokens, two routings."""
 _MAX_ALL_ROWS = 16384
-"""Most rows read for a kernel shape."""
+"""Most rows read for a kernel shape. An environment beyond them is not read at all."""
 _MAX_TEXT_CHARS = 1 << 16
 """Longest text read from the file."""
 _MAX_VM_STEPS = 2_000_000
@@ -113,21 +113,27 @@ class Store:
             MeasurementError: the file exists and cannot be read, or is not a store of ours.
         """
         # A limit for all environments together would cut one of them off in its middle.
-        environments = f"SELECT id, description FROM environments ORDER BY id DESC LIMIT {_MAX_ENVIRONMENTS}"
-        query = f"SELECT taken, sample FROM samples WHERE environment = ? AND kernel_shape = ? LIMIT {_MAX_ROWS}"
-        found: list[tuple[float, Environment, list[Sample]]] = []
+        newest = (
+            "SELECT environment FROM samples WHERE kernel_shape = ? GROUP BY environment "
+            f"ORDER BY MAX(taken) DESC LIMIT {_MAX_ENVIRONMENTS}"
+        )
+        query = (
+            "SELECT sample FROM samples WHERE environment = ? AND kernel_shape = ? "
+            f"ORDER BY taken DESC LIMIT {_MAX_ROWS}"
+        )
+        described = "SELECT description FROM environments WHERE id = ?"
+        found: list[tuple[Environment, list[Sample]]] = []
         left = _MAX_ALL_ROWS
         with self._read_connection() as connection:
-            for number, description in [] if connection is None else connection.execute(environments).fetchall():
+            for (number,) in [] if connection is None else connection.execute(newest, (shape.key,)).fetchall():
                 assert connection is not None
-                rows = connection.execute(query, (number, shape.key)).fetchall()[:left]
+                rows = connection.execute(query, (number, shape.key)).fetchall()
                 left -= len(rows)
-                if rows:
-                    dated = [(taken if isinstance(taken, float) else 0.0, sample) for taken, sample in rows]
-                    dated.sort(key=lambda each: -each[0])
-                    samples = [self._decode(sample, Sample) for _, sample in dated]
-                    found.append((dated[0][0], self._decode(description, Environment), samples))
-        return [(there, samples) for _, there, samples in sorted(found, key=lambda each: -each[0])]
+                if left < 0:
+                    break
+                if (row := connection.execute(described, (number,)).fetchone()) is not None:
+                    found.append((self._decode(row[0], Environment), [self._decode(each, Sample) for (each,) in rows]))
+        return found
 
     def samples_by_kernel_shape(self, environment: Environment) -> dict[KernelShape, list[Sample]]:
         """All samples of one environment, by kernel shape.

@@ -104,18 +104,18 @@ class _Worker:
     broken: str = ""
     last_message: float | None = None
 
-    def end(self, patient: bool = False) -> int:
-        """Kills the process and returns its exit code. It may outlive its kill for as long as a driver holds it.
+    def has_ended(self) -> bool:
+        """Whether the process ends by itself, as one that has closed its pipe should."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_KILL_SECONDS)
+        return self.process.returncode is not None
 
-        Args:
-            patient: let it end by itself before, which a broken context may prevent.
-        """
-        for kill in (False, True) if patient else (True,):
-            if kill:
-                self.process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return self.process.wait(_KILL_SECONDS)
-        return -signal.SIGKILL
+    def end(self) -> int:
+        """Kills the process and returns its exit code. It may outlive its kill for as long as a driver holds it."""
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_KILL_SECONDS)
+        return self.process.returncode or -signal.SIGKILL
 
     def silent_for(self, seconds: float) -> bool:
         return self.last_message is not None and time.monotonic() - self.last_message >= seconds
@@ -257,7 +257,9 @@ class _Pool:
         """
         worker = self.workers.pop(connection)
         connection.close()
-        code = worker.end(patient=not silent)
+        if not (silent or worker.has_ended() or worker.broken):
+            silent = "it closed its pipe and did not end"
+        code = worker.process.returncode or (worker.end() if silent or worker.broken else 0)
         if worker.task is not None:
             why = silent or worker.broken or _exit_reason(code)
             if silent or worker.broken or code not in _KILLED_BY_OTHERS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -57,6 +57,8 @@ class CheckOutcome:
     alternatives: tuple[str, ...]
 
 
+_PASSED = CheckOutcome("", True, ())
+
 _CheckKey = tuple[Problem, str]
 _outcomes: dict[_CheckKey, CheckOutcome] = {}
 """Outcome of the self-check by problem and backend, for the model that is being loaded."""
@@ -65,8 +67,8 @@ _outcomes: dict[_CheckKey, CheckOutcome] = {}
 _convertible: set[_CheckKey] = set()
 """Problems and backends of the load whose conversion has told every rank the kernel tensors' shapes."""
 
-_held: set[_CheckKey] = set()
-"""Problems and backends of the load of which every rank's backend could hold the weights of a layer."""
+_held: dict[_CheckKey, CheckOutcome] = {}
+"""Outcome of `check_weights` for the last layer by problem and backend of the load."""
 
 _installed: set[_CheckKey] = set()
 """Problems and backends of the load of which a layer was checked after its conversion, with all of its experts."""
@@ -82,9 +84,10 @@ class ConvertedLayer(LayerMethod, Protocol):
 _last: dict[_CheckKey, weakref.ref[ConvertedLayer]] = {}
 """The layer that was checked last after its conversion, by problem and backend of the load."""
 
-_reloaded: dict[_CheckKey, tuple[LayerMethod, Callable[[], list[InstalledLayer]]]] = {}
+_reloaded: dict[_CheckKey, tuple[LayerMethod, Sequence[Callable[[], InstalledLayer]]]] = {}
 """A layer of each kind whose weights were reloaded beside the tensors that its kernel reads, and what makes the checks
-of it as it serves. Outlives a reload: vLLM copies the weights at its end."""
+of it as it serves. vLLM copies a layer's weights after its conversion, and calls nothing then: the end of the reload is
+the first place to check it."""
 
 _in_pass: set[str] = set()
 """Names of the layers that were checked after their conversion, each once: one that comes again begins another pass,
@@ -95,7 +98,7 @@ def reset(reloading: bool = False) -> None:
     """Ends a load: outcomes do not hold for other weights, whether another model's or reloaded ones.
 
     Args:
-        reloading: vLLM has still to copy the weights of this load to where kernels read them.
+        reloading: all layers were reloaded, and `check_reloaded` is still to come.
     """
     if not reloading:
         _reloaded.clear()
@@ -231,8 +234,7 @@ def check_weights(method: LayerMethod, raw: Tensors) -> CheckOutcome:
         return ""
 
     outcome = _agree(method, _held, lambda layer: f"the weights of {layer} in {backend.name}", first_failure)
-    if outcome.passed:
-        _held.add((problem.key(), backend.name))
+    _held[problem.key(), backend.name] = outcome
     return outcome
 
 
@@ -302,7 +304,7 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
             message, success = _failure(method, compare)
             return message
 
-        message = _agree(method, _installed, topic, failure).message
+        message = _agree(method, dict.fromkeys(_installed, _PASSED), topic, failure).message
     else:  # no exchange for each layer: one that fails notifies the other ranks
         level, (message, success) = logging.DEBUG, _failure(method, compare)
     rule = f"{name} disagrees with the reference after the conversion of {problem}"
@@ -336,13 +338,13 @@ def check_beside(method: LayerMethod, prepare: Callable[[], InstalledLayer]) -> 
     logger.debug("moe_oracle: %s: check of %s after the conversion: %s", problem.layer, name, success)
 
 
-def check_when_copied(method: LayerMethod, prepare: Callable[[], list[InstalledLayer]]) -> None:
+def check_when_copied(method: LayerMethod, prepare: Sequence[Callable[[], InstalledLayer]]) -> None:
     """Has a layer checked once vLLM has copied its reloaded weights to where its kernel reads them; the last of each
     kind.
 
     Args:
         method: the layer's method.
-        prepare: makes the inputs and references of the layer as it serves, by backend.
+        prepare: of each backend that runs the layer, what makes inputs and reference.
     """
     _reloaded[method.decision.problem.key(), method.backend.name] = method, prepare
 
@@ -358,8 +360,8 @@ def check_reloaded() -> None:
     for method, prepare in waiting:
         problem, name = method.decision.problem, method.backend.name
         with rank_sync.notify_on_failure(method.rank_group, f"the check of {name} in {problem.layer} after a reload"):
-            for layer in prepare():
-                message, _ = _failure(method, layer.compare)
+            for make in prepare:
+                message, _ = _failure(method, lambda make=make: make().compare())  # type: ignore[misc]
                 if message:
                     rule = f"{name} disagrees with the reference after a reload of {problem}"
                     remedy = f"Restart with the new weights, or with another backend ({env_var('disable')}={name})"
@@ -419,14 +421,18 @@ def _check_on_all_ranks(method: LayerMethod, raw: Tensors) -> CheckOutcome:
 
 
 def _agree(
-    method: LayerMethod, agreed: Container[_CheckKey], topic: Callable[[str], str], failure: Callable[[], str]
+    method: LayerMethod,
+    agreed: Mapping[_CheckKey, CheckOutcome],
+    topic: Callable[[str], str],
+    failure: Callable[[], str],
 ) -> CheckOutcome:
-    """The outcome of a check for all ranks; for this one alone where the ranks come to layers in orders of their own
-    and have agreed on the kind.
+    """The outcome of a check for all ranks. Where they come to layers in orders of their own, they exchange the first
+    outcome of each kind of layer, whichever layer that is of: a failure holds for all layers of the kind, and after a
+    success each rank checks the others alone. They must come to the first layers of the kinds in one order.
 
     Args:
         method: the layer's method.
-        agreed: the problems and backends that have passed this check on all ranks.
+        agreed: outcomes that the ranks have exchanged, by problem and backend of the load.
         topic: names the check, given the words for the layer.
         failure: see `_combine_ranks`.
 
@@ -436,12 +442,15 @@ def _agree(
     problem, name = method.decision.problem, method.backend.name
     if not method.in_own_order:
         return _combine_ranks(method, topic(problem.layer), failure)
-    if (problem.key(), name) not in agreed:
+    known = agreed.get((problem.key(), name))
+    if known is None:
         return _combine_ranks(method, topic(f"a layer of {problem}"), failure)
+    if not known.passed:
+        return known
     if message := failure():
         remedy = f"Choose another backend ({env_var('disable')}={name}), and report this with the model's name"
         raise SelfCheckError(f"{topic(problem.layer)}: {message}", remedy, problem.layer)
-    return CheckOutcome("", True, ())
+    return _PASSED
 
 
 def _combine_ranks(method: LayerMethod, topic: str, failure: Callable[[], str]) -> CheckOutcome:

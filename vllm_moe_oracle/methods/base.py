@@ -440,6 +440,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
             weight_storage.forbid_loading(getattr(layer, name), problem.layer, local_expert)
         tensors = LayerTensors(layer, kernel_names)
         if self.moe_kernel is None:
+            other = self.experts_cls is not self.announced_cls or self.decision.token_ranges
+            if other and self.adapter.finalize_always(self.moe):  # before it is copied for other backends
+                logger.info("moe_oracle: %s: its experts sum over top-k themselves", problem.layer)
             # Built once: a reload copies new values into the tensors that this kernel and captured graphs refer to.
             self.moe_quant_config = self.adapter.quant_config(problem, tensors)
             builder = self._builder(self.moe_quant_config)
@@ -449,10 +452,6 @@ class OracleMoEMethod(FusedMoEMethodBase):
             weight_storage.register_buffers(layer, builder.buffers)
             self.moe_kernel = self.adapter.kernel(self.moe, self.moe_quant_config, layer, self.experts)
             self.token_dispatch = token_dispatch.build_dispatch(self, layer, tensors, self.moe_kernel)
-            other = self.experts_cls is not self.announced_cls or self.token_dispatch is not None
-            if other and self.adapter.finalize_always(self.moe):
-                logger.info("moe_oracle: %s: its experts sum over top-k themselves", problem.layer)
-
         if parts is None:
             return
 
@@ -463,14 +462,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
         if self._is_built_over(tensors):
             token_dispatch.check_installed(self, parts)
         elif parts.every:  # the kernel still reads the weights before these
-            beside = self.token_dispatch
-            backend_check.check_when_copied(
-                self,
-                lambda: [
-                    installed(self.experts),
-                    *(each for _, each in (beside.installed(parts) if beside is not None else ())),
-                ],
-            )
+            beside = () if self.token_dispatch is None else self.token_dispatch.installed(parts)
+            own = functools.partial(installed, self.experts)
+            backend_check.check_when_copied(self, [own, *(prepare for _, prepare in beside)])
 
     def _builder(self, quant_config: Any, for_serving: bool = True) -> VllmBuilder:
         batched = self.decision.problem.parallel.is_batched

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -125,8 +126,8 @@ class TokenDispatch:
         found = next(each for each in self._ranges if each.max_tokens is None or tokens <= each.max_tokens)
         return found.kernel, found.layer
 
-    def installed(self, parts: WeightParts) -> Iterator[tuple[str, InstalledLayer]]:
-        """The layer as the backends beside its own will serve it, by name.
+    def installed(self, parts: WeightParts) -> Iterator[tuple[str, Callable[[], InstalledLayer]]]:
+        """What makes the layer as the backends beside its own will serve it, by name.
 
         Args:
             parts: of the layer's experts.
@@ -134,8 +135,8 @@ class TokenDispatch:
         for each in {each.backend: each for each in self._ranges if each.backend}.values():
             backend = default_registry()[each.backend]
             if not skip_reason(backend, parts.problem):
-                layer = InstalledLayer(backend, parts, each.experts, each.layer, each.tensors, self._adapter)
-                yield each.backend, layer
+                given = backend, parts, each.experts, each.layer, each.tensors, self._adapter
+                yield each.backend, functools.partial(InstalledLayer, *given)
 
     def reserve_workspaces(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
         """Runs the kernels of smaller ranges too when a call has more tokens than any before.
@@ -240,8 +241,8 @@ def check_installed(method: DispatchMethod, parts: WeightParts) -> None:
     Raises:
         SelfCheckError: one of them disagrees with the reference.
     """
-    for name, layer in method.token_dispatch.installed(parts) if method.token_dispatch is not None else ():
-        backend_check.check_beside(_with_backend(method, default_registry()[name]), lambda layer=layer: layer)  # type: ignore[misc]
+    for name, prepare in method.token_dispatch.installed(parts) if method.token_dispatch is not None else ():
+        backend_check.check_beside(_with_backend(method, default_registry()[name]), prepare)
 
 
 def _with_backend(method: DispatchMethod, backend: Backend) -> _CandidateMethod:

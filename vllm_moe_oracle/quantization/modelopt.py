@@ -55,7 +55,8 @@ def _exclusion_field(config: Mapping[str, Any]) -> str:
     """The field of exclusions that vLLM reads: one, by the form of the config."""
     if config.get("quantization") is not None:  # hf_quant_config.json
         return "exclude_modules"
-    if config.get("quant_method") == "mxfp8" and not config.get("quant_algo"):  # MiniMax's
+    method = str(config.get("quant_method")).replace("-", "_")
+    if method in ("mxfp8", "modelopt_mxfp8") and not config.get("quant_algo"):  # MiniMax's form
         return "ignored_layers"
     return "exclude_modules" if "exclude_modules" in config and "ignore" not in config else "ignore"
 
