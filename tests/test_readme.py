@@ -145,6 +145,7 @@ CONDITIONS = {
     "vllm_moe_oracle/kernels/RESULTS.md": "figures",
     "vllm_moe_oracle/measurements/environment.py": "the two releases that an error was measured between",
     "vllm_moe_oracle/measuring/README.md": "figures",
+    "vllm_moe_oracle/releases/min_versions.py": "what that release has first",
     "vllm_moe_oracle/releases/supported.py": "the line of the release",
 }
 """Files that name the newest release outside what is generated, and why: a figure belongs to its release."""
