@@ -62,8 +62,8 @@ def test_a_silent_worker_is_killed_and_its_task_blamed() -> None:
 def test_a_worker_that_closed_its_pipe_and_lives_on_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "_KILL_SECONDS", 0.5)
     crashed: list[tuple[int, str]] = []
-    blame = lambda *what: crashed.append(what)  # noqa: E731
-    found = pool_tasks.ends([("linger",), ("fine",)], [None], 1, False, worker_pool.Limits(), blame)
+    limits = worker_pool.Limits()
+    found = pool_tasks.ends([("linger",), ("fine",)], [None], 1, False, limits, lambda *what: crashed.append(what))
     assert found == {0: ("lost", "it closed its pipe and did not end"), 1: ("done", "fine")}
     assert crashed == [(0, "it closed its pipe and did not end")]
 

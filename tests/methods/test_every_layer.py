@@ -133,7 +133,7 @@ class Converted:
 def test_a_layer_that_comes_again_begins_another_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was loaded in an earlier pass may be gone: its layers are not called after the first one of this."""
     backend_check.reset()
-    monkeypatch.setattr(backend_check, "_installed", {("kind", "one")})
+    monkeypatch.setattr(backend_check, "_installed", {("kind", "one"): backend_check._PASSED})
     again: list[str] = []
     first, second = (Converted(name, again) for name in ("first", "second"))
     for layer in (first, second, first, second):

@@ -21,7 +21,7 @@ LORA_RULES = (
     ),
     Rule(
         "lora.dp",
-        lambda problem, device: problem.lora and problem.parallel.ep > 1 and problem.parallel.dp > 1,
+        lambda problem, device: problem.lora and problem.parallel.exchanges_tokens,
         lambda problem, device: (
             "of tokens that come from other data-parallel ranks, vLLM's LoRA kernels do not know the adapters for sure"
         ),

@@ -48,9 +48,8 @@ def as_served(
     """
     problem = dataclasses.replace(problem, lora=lora, eplb=eplb, batch_invariant=batch_invariant)
     parallel = problem.parallel
-    exchanges_tokens = parallel.ep > 1 and parallel.dp > 1
     in_turn = round_robin and not eplb and (problem.routing.num_groups or 0) > 1
-    if in_turn and not (exchanges_tokens and not parallel.is_batched):
+    if in_turn and not (parallel.exchanges_tokens and not parallel.is_batched):
         problem = dataclasses.replace(problem, parallel=dataclasses.replace(parallel, placement="round_robin"))
     return with_activations(problem, settings)
 
@@ -68,8 +67,7 @@ def check_exchange(problem: Problem, all2all: str, device_kind: str) -> None:
             `check_hidden_size`.
     """
     parallel = problem.parallel
-    exchanges = parallel.ep > 1 and parallel.dp > 1
-    if rule := why_vllm_refuses(all2all, device_kind, exchanges, parallel.dp):
+    if rule := why_vllm_refuses(all2all, device_kind, parallel.exchanges_tokens, parallel.dp):
         remedy = "Use --tp instead of --dp" if device_kind == "cpu" else "Choose another --all2all-backend"
         raise NoBackendError(rule, remedy, problem.layer)
     check_hidden_size(problem, all2all)
@@ -94,7 +92,7 @@ def check_hidden_size(problem: Problem, all2all: str) -> None:
 
 def carried_hidden_size(problem: Problem, all2all: str) -> int:
     """The hidden size with which a layer's tokens are exchanged, which vLLM may round up; 0 where it is too large."""
-    if problem.parallel.ep == 1 or problem.parallel.dp == 1:
+    if not problem.parallel.exchanges_tokens:
         return problem.hidden_size
     return rounded_hidden_size(all2all, problem.hidden_size, 4 if problem.dtype == "float32" else 2)
 

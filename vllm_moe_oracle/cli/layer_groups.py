@@ -119,7 +119,7 @@ def _decided(
     except NoBackendError as error:
         judged = error.candidates
         parallel = problem.parallel
-        refused = why_vllm_refuses(all2all, device.kind, parallel.ep > 1 and parallel.dp > 1, parallel.dp)
+        refused = why_vllm_refuses(all2all, device.kind, parallel.exchanges_tokens, parallel.dp)
         rounded = decision is not None and not refused and carried_hidden_size(problem, all2all) > problem.hidden_size
         refused_exchange = decision is not None and not rounded
         if decision is not None:

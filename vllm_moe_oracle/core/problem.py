@@ -176,6 +176,11 @@ class Parallel:
         return self.format == "batched"
 
     @property
+    def exchanges_tokens(self) -> bool:
+        """Whether an all-to-all moves tokens between data-parallel ranks with different experts."""
+        return self.ep > 1 and self.dp > 1
+
+    @property
     def splits_over_dp(self) -> bool:
         """Whether data-parallel ranks take part in sharding the intermediate size."""
         return self.dp > 1 and self.ep == 1 and self.tp % self.dp == 0

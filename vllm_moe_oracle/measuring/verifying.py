@@ -28,7 +28,7 @@ from ..core.problem import Device, Problem
 from ..errors import CheckpointError, MeasurementError, NoBackendError
 from ..measurements import lookup
 from ..oracle.registry import Registry, default_registry
-from ..oracle.selection import automatic_choices, decide, is_final
+from ..oracle.selection import decide, is_final, remaining_candidates
 from ..oracle.stock_kernels import stock_candidate
 from ..settings import AUTO, Settings
 from ..untrusted import boundary, describe, parse_json, read_file
@@ -298,7 +298,7 @@ class Verification:
         assert decision is not None
         # With the tiles that were measured, for a backend of some numbers of tokens, too.
         plans = {each.backend: each.answers.plan for each in decision.candidates if each.accepted}
-        others = [each for each in automatic_choices(decision.candidates) if each != name]
+        others = remaining_candidates(decision, name)
         edges = tuple(each.max_tokens for each in decision.token_ranges if each.max_tokens is not None)
         for candidate in [name] if is_final(decision, self.settings) else [name, *others]:
             backend = self.registry[candidate]

@@ -259,7 +259,7 @@ class _Pool:
         connection.close()
         if not (silent or worker.has_ended() or worker.broken):
             silent = "it closed its pipe and did not end"
-        code = worker.process.returncode or (worker.end() if silent or worker.broken else 0)
+        code = worker.end() if worker.process.returncode is None else worker.process.returncode
         if worker.task is not None:
             why = silent or worker.broken or _exit_reason(code)
             if silent or worker.broken or code not in _KILLED_BY_OTHERS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -31,13 +32,14 @@ from ..errors import (
 )
 from ..oracle.checked_backend import overrides
 from ..oracle.registry import Registry, default_registry
+from ..oracle.selection import remaining_candidates
 from ..oracle.watchdog import report_while_running
 from ..settings import env_var
 from ..verification.inputs import canonical_experts
 from ..verification.installed import InstalledLayer, WeightParts, skip_reason
 from ..verification.self_check import Comparison, compare_with_reference
 from . import rank_sync
-from .backend_selection import LayerMethod, is_binding, remaining_candidates, switch_backend, why_tried
+from .backend_selection import LayerMethod, is_binding, switch_backend, why_tried
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -70,8 +72,9 @@ _convertible: set[_CheckKey] = set()
 _held: dict[_CheckKey, CheckOutcome] = {}
 """Outcome of `check_weights` for the last layer by problem and backend of the load."""
 
-_installed: set[_CheckKey] = set()
-"""Problems and backends of the load of which a layer was checked after its conversion, with all of its experts."""
+_installed: dict[_CheckKey, CheckOutcome] = {}
+"""Problems and backends of the load of which a layer was checked after its conversion, with all of its experts; all
+passed."""
 
 
 class ConvertedLayer(LayerMethod, Protocol):
@@ -304,7 +307,7 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
             message, success = _failure(method, compare)
             return message
 
-        message = _agree(method, dict.fromkeys(_installed, _PASSED), topic, failure).message
+        message = _agree(method, _installed, topic, failure).message
     else:  # no exchange for each layer: one that fails notifies the other ranks
         level, (message, success) = logging.DEBUG, _failure(method, compare)
     rule = f"{name} disagrees with the reference after the conversion of {problem}"
@@ -315,7 +318,7 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
     if message:
         remedy = f"Choose another backend ({env_var('disable')}={name}), and report this with the model's name"
         raise SelfCheckError(f"{rule}: {message}", remedy, problem.layer)
-    _installed.add(key)
+    _installed[key] = _PASSED
     _last[key] = weakref.ref(method)
 
 
@@ -330,7 +333,7 @@ def check_beside(method: LayerMethod, prepare: Callable[[], InstalledLayer]) -> 
         SelfCheckError: the backend disagrees with the reference.
     """
     problem, name = method.decision.problem, method.backend.name
-    message, success = _failure(method, lambda: prepare().compare())
+    message, success = _failure(method, functools.partial(_compare, prepare))
     if message:
         rule = f"{name}, for some numbers of tokens, disagrees with the reference after the conversion of {problem}"
         remedy = "Set allow_second_layout=0, or disable the backend, and report this with the model's name"
@@ -361,7 +364,7 @@ def check_reloaded() -> None:
         problem, name = method.decision.problem, method.backend.name
         with rank_sync.notify_on_failure(method.rank_group, f"the check of {name} in {problem.layer} after a reload"):
             for make in prepare:
-                message, _ = _failure(method, lambda make=make: make().compare())  # type: ignore[misc]
+                message, _ = _failure(method, functools.partial(_compare, make))
                 if message:
                     rule = f"{name} disagrees with the reference after a reload of {problem}"
                     remedy = f"Restart with the new weights, or with another backend ({env_var('disable')}={name})"
@@ -376,6 +379,10 @@ def _check_previous(method: ConvertedLayer, last: weakref.ref[ConvertedLayer] | 
     message, _ = _failure(previous, previous.installed.compare_again)
     previous.installed = None
     return f"{previous.decision.problem.layer}: {message}" if message else ""
+
+
+def _compare(prepare: Callable[[], InstalledLayer]) -> Comparison:
+    return prepare().compare()
 
 
 def _failure(method: LayerMethod, compare: Callable[[], Comparison]) -> tuple[str, str]:

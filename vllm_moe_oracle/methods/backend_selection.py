@@ -17,7 +17,7 @@ from ..devices import detect
 from ..errors import NoBackendError, SettingError
 from ..measurements import lookup
 from ..oracle.registry import Registry, default_registry
-from ..oracle.selection import automatic_choices, is_final
+from ..oracle.selection import is_final, remaining_candidates
 from ..settings import Settings
 from . import rank_agreement, rank_sync
 
@@ -283,11 +283,6 @@ def require_named(decision: Decision, settings: Settings) -> None:
 def why_tried(method: LayerMethod) -> str:
     """Why a method's backend was tried before all others, for a sentence."""
     return "was asked for" if method.decision.is_explicit else "came first"
-
-
-def remaining_candidates(decision: Decision, failed: str) -> list[str]:
-    """The accepted candidates without the failed one, best first; on a GPU also without the emulation."""
-    return [name for name in automatic_choices(decision.candidates) if name != failed]
 
 
 def switch_backend(method: LayerMethod, reason: Reason, explanation: str, name: str, registry: Registry) -> None:

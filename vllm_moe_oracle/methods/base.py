@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -43,6 +43,7 @@ from . import (
     token_dispatch,
     weight_loading,
 )
+from .layer_tensors import LayerTensors
 from .token_dispatch import TokenDispatch, WeightCopies
 
 if TYPE_CHECKING:
@@ -60,35 +61,6 @@ State = Literal["raw", "converting", "converted"]
 STATE_ATTRIBUTE = "moe_oracle_state"
 """Attribute of a layer: ``raw`` while the checkpoint's tensors are loaded, ``converting`` during the conversion and
 after one that failed, ``converted`` when the layer holds the kernel's tensors and may run."""
-
-
-class LayerTensors(Mapping[str, Tensor]):
-    """The kernel tensors of a layer by canonical name, looked up at each access: a reload may replace parameters."""
-
-    def __init__(self, layer: torch.nn.Module, names: Mapping[str, str]) -> None:
-        """
-        Args:
-            layer: the layer.
-            names: parameter name by canonical name.
-        """
-        self._layer = layer
-        self._parameter_names = dict(names)
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = getattr(self._layer, self._parameter_names[name])
-        assert isinstance(tensor, Tensor)
-        return tensor
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The tensor, or `default`. `Mapping.get` raises and catches an exception for a name that is not there, and
-        kernels ask for biases at each call."""
-        return self[name] if name in self._parameter_names else default
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameter_names)
-
-    def __len__(self) -> int:
-        return len(self._parameter_names)
 
 
 class OracleMoEMethod(FusedMoEMethodBase):

@@ -232,6 +232,11 @@ def automatic_choices(candidates: Iterable[Candidate]) -> list[str]:
     return [each.backend for each in candidates if each.accepted and not each.answers.only_by_name]
 
 
+def remaining_candidates(decision: Decision, failed: str) -> list[str]:
+    """The accepted candidates without the failed one, best first; on a GPU also without the emulation."""
+    return [name for name in automatic_choices(decision.candidates) if name != failed]
+
+
 def _only_by_name(candidate: Candidate, registry: Registry) -> Candidate:
     """The candidate, rejected if it is accepted: none may be chosen."""
     if not candidate.accepted:

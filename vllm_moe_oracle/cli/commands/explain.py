@@ -419,10 +419,8 @@ def _server_notes(server: _Server, method: str, groups: list[LayerGroup]) -> Ite
         if unwritable := why_unwritable_cache(settings):
             yield f"a server would not measure at its start, since the cache cannot be written: {unwritable}"
         else:
-            words = (
-                f"at its first start a server measures for up to {settings.measure_at_start:g} s, and keeps the times"
-            )
-            yield f"{words}: the choice may change then (measure_at_start=0 switches it off)"
+            words = f"a server measures for up to {settings.measure_at_start:g} s, and keeps the times"
+            yield f"at its first start {words}: the choice may change then (measure_at_start=0 switches it off)"
     if not settings.enabled:
         yield f"the plugin is switched off by {settings.source('enabled')}: vLLM would choose by itself"
         return
