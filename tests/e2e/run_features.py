@@ -189,7 +189,7 @@ def over_http(job: dict[str, Any]) -> dict[str, Any]:
         log = Path(folder, "log")
         try:
             with (
-                served_benchmark.server(command, environment, port, log, limit=150),
+                served_benchmark.server(command, environment, port, log, limit=210),
                 ThreadPoolExecutor(len(prompts)) as pool,
             ):
                 alone = ask(job["prompt"])

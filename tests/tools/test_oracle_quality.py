@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.gpu.unlisted_layers import HELD_OUT, LAYERS
 from tests.tools import oracle_quality
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.devices import catalog
@@ -90,6 +91,14 @@ def test_choices_are_within_the_allowed_slowdown() -> None:
     apart = [row for row in found if row.apart]
     assert len(apart) >= 200 and len({row.layer for row in apart}) >= 16
     assert oracle_quality.good_enough(found) and oracle_quality.good_enough(apart)
+
+
+def test_predictions_choose_well_for_layers_that_nothing_was_fitted_to() -> None:
+    held_out = {layer.layer for layer in HELD_OUT}
+    assert not held_out & {layer.layer for layer in LAYERS}
+    found = [row for row in oracle_quality.read()[0] if row.layer in held_out]
+    assert len({row.layer for row in found}) == 8 and {row.why for row in found} == {"predicted"}
+    assert oracle_quality.good_enough(found)
 
 
 def test_times_that_are_taken_out_are_filled_in_and_judged() -> None:
