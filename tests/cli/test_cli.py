@@ -950,6 +950,8 @@ def test_ctrl_c_while_the_tool_is_imported_ends_it_quietly(module: str) -> None:
     code = f"""
         import os, signal, sys
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+
         class Interrupting:
             def find_spec(self, name, path=None, target=None):
                 if name == {module!r}:

@@ -122,6 +122,29 @@ def test_a_conversion_that_depends_on_values_is_refused() -> None:
         weight_storage.convert_in_place(layer, NAMES, crop)
 
 
+def test_an_expert_without_one_of_the_first_ones_tensors_is_refused() -> None:
+    """Its memory would hold what was there before."""
+    layer = make_layer()
+    count = iter(range(100))
+
+    def forget(expert: dict[str, Tensor]) -> dict[str, Tensor]:
+        return dict(expert) if expert["w13"].is_meta or next(count) != 2 else {"w13": expert["w13"]}
+
+    with pytest.raises(LifecycleError, match="expert 2's w13_scale became None"):
+        weight_storage.convert_in_place(layer, NAMES, forget)
+
+
+@pytest.mark.parametrize("experts", [1, 2, EXPERTS])
+def test_room_for_a_refused_backend_leaves_no_gaps_in_what_the_next_one_keeps(experts: int) -> None:
+    layer = make_layer(experts)
+    filled = raw_of(layer)
+    weight_storage.reserve_expert_buffers(layer.w13_weight, weight_storage.converted_specs(grow, filled)["w13"])
+    layer.w13_weight.data.copy_(filled["w13"])
+    weight_storage.convert_in_place(layer, NAMES, dict)
+    assert layer.w13_weight.is_contiguous() and layer.w13_weight.stride() == filled["w13"].stride()
+    assert torch.equal(layer.w13_weight, filled["w13"]) and torch.equal(layer.w13_weight_scale, filled["w13_scale"])
+
+
 def test_loading_into_converted_storage_is_an_error() -> None:
     layer = make_layer()
     weight_storage.forbid_loading(

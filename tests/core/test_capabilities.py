@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,9 +15,12 @@ from tests.lib.cases import CPU, GPT_OSS, H200, INT4_G32, INT4_G128, RELU2, back
 from vllm_moe_oracle.backends import Capabilities, Rule
 from vllm_moe_oracle.core.capabilities import violations
 from vllm_moe_oracle.core.decision import Candidate, Reason, Rejected, ShardPlan
-from vllm_moe_oracle.core.problem import Activation, Device, Problem, Routing, Scheme
+from vllm_moe_oracle.core.problem import Activation, Device, Parallel, Problem, Routing, Scheme
 from vllm_moe_oracle.core.sharding import padded_plan
+from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.releases.supported import NEWEST
+from vllm_moe_oracle.schemes._packings import PACKINGS
+from vllm_moe_oracle.schemes._wna16_checkpoint import split_gate_up
 
 GPTQ = Scheme("wna16", 4, 128, "gptq", zero_points=True, act_order="group")
 
@@ -231,3 +236,73 @@ def test_rules_that_fail_for_one_cause_are_one_sentence() -> None:
     assert sentence.startswith(
         "intermediate size 768 / 16 = 48 is not a multiple of the scale group 32 (48 mod 32 = 16)"
     )
+
+
+@pytest.mark.parametrize("siblings", [False, True])
+def test_no_remedy_leads_to_another_refusal(siblings: bool) -> None:
+    """A rule that is broken over the ranks that a remedy proposes, and not now; unless a sibling takes such layers."""
+    able = Capabilities(expert_parallel=True, intermediate_multiple=64)
+    layer = dataclasses.replace(problem(tp=2), intermediate_size=96)
+    rule = Rule("odd", lambda other, device: other.parallel.ep > 1, lambda *case: "odd", has_sibling=siblings)
+    words = "expert parallelism over the 2 ranks"
+    (free,) = broken(able, layer)
+    (bound,) = broken(able, layer, rules=(rule,))
+    assert words in free.remedy and (words in bound.remedy) == siblings and "TP 1" in bound.remedy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("wna16", 4, 0, "gptq"), "groups of 0"),
+        (("wna16", 4, -3, "gptq"), "groups of -3"),
+        (("wna16", 0, 32, "gptq"), "0 bits"),
+        (("mxfp4", 8, 32, "gpt_oss"), "mxfp4 has 4 bits in groups of 32"),
+        (("mxfp4", 4, 16, "gpt_oss"), "mxfp4 has 4 bits in groups of 32"),
+        (("mxfp8", 4, 32, "modelopt"), "mxfp8 has 8 bits in groups of 32"),
+        (("mxfp8", 8, 32, "modelopt", True), "neither zero points nor act order"),
+        (("mxfp8", 8, 32, "modelopt", False, "group"), "neither zero points nor act order"),
+    ],
+)
+def test_a_format_that_does_not_exist_is_refused(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Scheme(*arguments)
+
+
+@pytest.mark.parametrize("name", ["tp", "ep", "dp"])
+def test_ranks_are_at_least_one(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        Parallel(**{name: 0})
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        Activation("silu", limit=0.0),
+        Activation("silu", limit=-1.0),
+        Activation("swigluoai", alpha=float("nan")),
+        Activation("silu", limit=float("inf")),
+    ],
+)
+def test_parameters_without_a_meaning_are_refused(activation: Activation) -> None:
+    able = Capabilities(gated=("silu", "swigluoai"), activation_params=True)
+    (reason,) = broken(able, problem(activation=activation))
+    assert reason.code == "activation.parameters.undefined" and "not defined for its" in reason.detail
+
+
+def test_alternating_rows_are_separable_exactly_where_the_loader_separates_them() -> None:
+    layer = problem(scheme=Scheme("wna16", 4, 32, "gptq"))
+    for packing, zero_points in itertools.product(PACKINGS, (False, True)):
+        suffixes = ("", "_scale") + ("_zero_point",) * zero_points
+        try:
+            for suffix in suffixes:
+                split_gate_up(torch.zeros(8, 8), suffix, layer, packing, "here")
+            able = True
+        except CheckpointError:
+            able = False
+        scheme = Scheme("wna16", 4, 32, packing, zero_points=zero_points)
+        assert scheme.rows_are_separable == able, (packing, zero_points)
+        (reason,) = broken(
+            Capabilities(bits=(4,), zero_points=True, gated=("swigluoai",), activation_params=True),
+            problem(scheme=scheme, activation=dataclasses.replace(GPT_OSS, interleaved=True)),
+        )
+        assert reason.code == "rows"

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import signal
 from typing import Any, get_args
 
+import numpy as np
 import pytest
+import torch
 
 from tests.lib.cases import CPU, Plain, backend, registry
 from tests.lib.strange_backends import ALLOWED, ARGUMENTS, LAYER, RAISED, RETURNED, strange
 from vllm_moe_oracle.backends import Backend
-from vllm_moe_oracle.core.decision import Accepted, Rejected
+from vllm_moe_oracle.core.decision import Accepted, Reason, Rejected
 from vllm_moe_oracle.core.problem import ActivationPrecision
 from vllm_moe_oracle.errors import BackendDefect, NoBackendError, RegistryError, is_interruption
 from vllm_moe_oracle.oracle.checked_backend import ATTRIBUTES, METHODS, CheckedBackend
@@ -120,6 +123,23 @@ def test_a_rule_that_raises_rejects_its_backend(rule: str) -> None:
         assert decide(LAYER, CPU, load({}), registry=backends).backend == "sound"
         (verdict,) = (each for each in evaluate_candidates(LAYER, CPU, load({}), backends) if not each.accepted)
         assert f"its method check {words}" in verdict.reasons[0].detail
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "words"),
+    [
+        ("convert", {"w13": np.zeros(3)}, "of type ndarray, expected Tensor"),
+        ("convert", {"w13": torch.tensor(1.0)}, "its w13 has no dimensions"),
+        ("convert", {"w13.scale": torch.zeros(1)}, "'w13.scale' cannot be a parameter's name"),
+        ("check", Rejected((Reason("odd", " "),)), "without a reason"),
+        ("hand_overs", (8, 8), "do not ascend"),
+        ("hand_overs", (0, 8), "do not ascend"),
+    ],
+)
+def test_an_answer_of_the_right_type_may_still_break_the_contract(method: str, answer: Any, words: str) -> None:
+    found = registry([strange(method, lambda: answer)])["strange"]
+    with pytest.raises(BackendDefect, match=re.escape(words)):
+        getattr(found, method)(**{name: ARGUMENTS[name] for name in PARAMETERS[method]})
 
 
 def test_sound_answers_pass_unchanged() -> None:

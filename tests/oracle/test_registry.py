@@ -202,6 +202,12 @@ def test_choosing_a_broken_one_says_why_it_is_broken(strangers: Registry, name: 
 # --- The container ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["a,b", "a;b", "x=y", " x", "a\nb", "", "AUTO", "auto", "marlin", "triton"])
+def test_a_name_that_settings_cannot_tell_is_refused(name: str) -> None:
+    with pytest.raises(RegistryError, match="cannot be a backend's name"):
+        registry([backend(name)])
+
+
 def test_names_are_the_backends_and_vllms_of_one_scheme() -> None:
     some = registry([
         backend("b", vllm_names=("z", "a")),

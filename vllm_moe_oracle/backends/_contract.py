@@ -1,7 +1,8 @@
 """The interface of a backend: what a file in this folder, or a third party's entry point, provides.
 
-Everything but `convert`, `validate_weights` and `build_experts` works without torch and without vLLM, so that `explain`
-and the tests can ask about any machine. Those three import torch when they are called.
+What a decision asks works without torch and without vLLM, so that `explain` and the tests can ask about any machine.
+`convert`, `validate_weights` and `build_experts` import torch when they are called. So may `tiles`, `use_tile`,
+`compile_keys` and `hand_overs`, which are called where kernels run.
 """
 
 from __future__ import annotations

@@ -92,6 +92,7 @@ def kernel_kind_rule(kind: Literal["indexed", "grouped"]) -> Rule:
         "humming.kernel_kind",
         lambda problem, device: uses_grouped_kernels(problem, device) == (kind == "indexed"),
         detail,
+        has_sibling=True,
     )
 
 

@@ -44,9 +44,9 @@ _MEMORY_SHARE = 0.7
 
 def _memory_gib(problem: Problem) -> float:
     """Memory of the model's experts in the model's dtype, on all ranks."""
-    weights = (problem.w13_rows + problem.intermediate_size) * problem.hidden_size * problem.local_experts
-    ranks = problem.parallel.tp * problem.parallel.ep
-    return weights * _itemsize(problem) * max(problem.num_layers, 1) * ranks / 2**30
+    # By the number of all experts: ranks may hold different numbers, and must come to one verdict.
+    weights = (problem.w13_rows + problem.intermediate_size) * problem.hidden_size * problem.num_experts
+    return weights * _itemsize(problem) * max(problem.num_layers, 1) * problem.parallel.tp / 2**30
 
 
 def _itemsize(problem: Problem) -> int:
@@ -109,6 +109,7 @@ class CpuDequantized(Backend):
                 f"experts of {problem.num_layers or 1} layers take {_memory_gib(problem):.1f} GiB in {problem.dtype}; "
                 f"{_MEMORY_SHARE:.0%} of the machine's memory are {_MEMORY_SHARE * device.memory_gib:.1f} GiB"
             ),
+            "a machine with more memory; a backend that keeps weights quantized needs less",
         ),
     )
 

@@ -130,8 +130,9 @@ def layer_problem(
             even_expert_split=model_type(config) == EVEN_SPLIT_MODEL_TYPE,
             num_layers=num_layers(config),
         )
-        if scheme.name == "wna16":  # as the methods do: rows that alternate are put apart when they are loaded
-            problem = replace(problem, activation=replace(problem.activation, interleaved=False))
+        if scheme.name == "wna16":
+            if scheme.rows_are_separable:  # as the methods do: rows that alternate are put apart when they are loaded
+                problem = replace(problem, activation=replace(problem.activation, interleaved=False))
             return shard_by_scale_groups(problem) if ragged_shards else problem
         # As the method does: gpt-oss's loader shards between blocks.
         by_blocks = scheme.name == "mxfp4" and problem.activation.interleaved

@@ -7,7 +7,7 @@ see parameters of the checkpoint's shape, strided over the buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -98,18 +98,20 @@ def convert_in_place(layer: nn.Module, names: Mapping[str, str], convert: Conver
         Parameter name by kernel tensor name.
 
     Raises:
-        LifecycleError: an expert's tensors have another shape or dtype than the first expert's. The layer is not usable
-            then.
+        LifecycleError: an expert's tensors have other names, shapes or dtypes than the first expert's. The layer is not
+            usable then.
     """
     raw = {name: getattr(layer, parameter).data for name, parameter in names.items()}
     count = next(iter(raw.values())).shape[0]
     specs = converted_specs(convert, raw)
     device = next(iter(raw.values())).device
     memory = {name: _slot_memory(raw.get(name), count, spec, device) for name, spec in specs.items()}
+    # Left in their place are only tensors without gaps: buffers may be larger for a backend that was refused since.
+    in_place = {name for name, tensor in raw.items() if tensor.is_contiguous()}
     changed: set[str] = set()
     for index in range(count):
         # A function, so that the temporaries of one expert are freed before the next one.
-        changed |= _convert_one(index, raw, convert, specs, memory)
+        changed |= _convert_one(index, raw, convert, specs, memory, in_place)
     for name in raw.keys() - specs.keys():
         delattr(layer, names[name])
     for name in changed:
@@ -124,16 +126,20 @@ def _convert_one(
     convert: ConvertFunction,
     specs: Mapping[str, TensorSpec],
     memory: Mapping[str, Tensor],
+    in_place: Container[str],
 ) -> set[str]:
-    """Converts one expert in place; returns the names of the tensors that the conversion changed."""
+    """Converts one expert in place; returns the names of the tensors that were written, which are those that the
+    conversion changed or that are not `in_place`."""
     before = {name: tensor[index] for name, tensor in raw.items()}
     after = convert(before)
     ready = {}
-    for name, tensor in after.items():
-        if TensorSpec.of(tensor) != specs.get(name):
-            rule = f"expert {index}'s {name} became {TensorSpec.of(tensor)}, the first one's is {specs.get(name)}"
+    for name in sorted(specs.keys() | after.keys()):
+        tensor = after.get(name)
+        found = None if tensor is None else TensorSpec.of(tensor)
+        if tensor is None or found != specs.get(name):
+            rule = f"expert {index}'s {name} became {found}, the first one's is {specs.get(name)}"
             raise LifecycleError(rule, "The backend's conversion depends on values, which its contract forbids")
-        if tensor is not before.get(name):
+        if tensor is not before.get(name) or name not in in_place:
             # A view of memory that is about to be overwritten must be copied first.
             shared = any(
                 tensor.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in raw.values()

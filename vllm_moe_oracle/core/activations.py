@@ -9,6 +9,7 @@ emulation supports the whole table, the Hopper backends every entry with a `kern
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -150,7 +151,8 @@ def alpha_beta(activation: Activation) -> tuple[float, float]:
 def undefined_parameters(activation: Activation) -> tuple[str, ...]:
     """What the layer states of alpha, beta and limit, but its formula does not use, and no reference could check.
 
-    Alpha 1 and beta 0, which change nothing, are not among them where the table has no others.
+    Alpha 1 and beta 0, which change nothing, are not among them where the table has no others. A number that is not
+    finite is, and a limit that is not above 0: it would leave nothing.
     """
     spec = spec_of(activation)
     formula = spec.formula if activation.gated else ""
@@ -163,6 +165,10 @@ def undefined_parameters(activation: Activation) -> tuple[str, ...]:
     # A limit clamps the gate and up of any formula but situ's, which has bounds of its own.
     if activation.limit is not None and (not activation.gated or spec.bounds_outputs):
         found.append("limit")
+    for name in ("alpha", "beta", "limit"):
+        value = getattr(activation, name)
+        if value is not None and (not math.isfinite(value) or (name == "limit" and value <= 0)) and name not in found:
+            found.append(name)
     return tuple(found)
 
 

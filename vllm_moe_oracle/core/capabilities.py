@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from packaging.version import InvalidVersion, Version
@@ -39,12 +39,14 @@ class Rule:
         violated: whether a case violates the rule.
         detail: the rule with the numbers of the case.
         remedy: what the user can do; empty if nothing helps.
+        has_sibling: another backend runs the same kernels where this rule is violated: such a layer is no refusal.
     """
 
     code: str
     violated: Callable[[Problem, Device], bool]
     detail: Callable[[Problem, Device], str]
     remedy: str = ""
+    has_sibling: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +168,9 @@ def _format_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason
     if capabilities.groups and scheme.group_size not in capabilities.groups:
         detail = f"takes scale groups of {_join(capabilities.groups)}, the checkpoint has {scheme.group_size}"
         reasons.append(Reason("group", detail))
-    if scheme.name == "mxfp8" and problem.activation.interleaved:
-        detail = f"MXFP8 is read as gate rows, then up rows; those of {problem.activation.name} alternate"
+    if scheme.name in ("mxfp8", "wna16") and problem.activation.interleaved:
+        read = "MXFP8 is" if scheme.name == "mxfp8" else f"{scheme.packing} integers are"
+        detail = f"{read} read as gate rows, then up rows; those of {problem.activation.name} alternate"
         reasons.append(Reason("rows", detail))
     if scheme.zero_points and not capabilities.zero_points:
         reasons.append(Reason("zero_points", "does not apply zero points, the checkpoint has them"))
@@ -196,7 +199,7 @@ def _layer_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason]
         detail = f"does not pass the activation's alpha, beta or limit to its kernel, the layer has {activation}"
         reasons.append(Reason("activation.parameters", detail))
     elif undefined := undefined_parameters(activation):
-        detail = f"the formula of {activation} has no {_join(undefined)}"
+        detail = f"the formula of {activation} is not defined for its {_join(undefined)}"
         reasons.append(Reason("activation.parameters.undefined", detail))
     if problem.has_bias and not capabilities.bias:
         reasons.append(Reason("bias", "does not add expert biases, the layer has them"))
@@ -251,10 +254,15 @@ def _deployment_reasons(capabilities: Capabilities, problem: Problem) -> list[Re
     return reasons
 
 
-def _shape_reasons(capabilities: Capabilities, problem: Problem, plan: PlanFunction) -> list[Reason]:
+def _shape_reasons(
+    capabilities: Capabilities, problem: Problem, plan: PlanFunction, others: Callable[[Problem], Sequence[Reason]]
+) -> list[Reason]:
+    """Reasons of the shard's sizes; `others` gives all other reasons of a layer, for those that a remedy proposes."""
+
     def works(other: Problem) -> bool:
-        spread = other.parallel.ep == 1 or capabilities.expert_parallel
-        return spread and is_shardable(other) and not _alignment_reasons(capabilities, other, plan(other))
+        if not is_shardable(other) or _alignment_reasons(capabilities, other, plan(other)):
+            return False
+        return {reason.code for reason in others(other)} <= {reason.code for reason in others(problem)}
 
     reasons = padding_reasons(problem, works)
     reasons += scale_group_reasons(problem, works) + packing_reasons(problem, works) + loader_reasons(problem)
@@ -298,12 +306,16 @@ def violations(
         plan: the backend's shard plan, for this shard and for those that a remedy proposes; alignment is checked on
             padded sizes.
     """
+
+    def of_deployment(problem: Problem, siblings: bool = True) -> list[Reason]:
+        broken = (rule for rule in rules if (siblings or not rule.has_sibling) and rule.violated(problem, device))
+        own = [Reason(rule.code, rule.detail(problem, device), rule.remedy) for rule in broken]
+        return _deployment_reasons(capabilities, problem) + own
+
     reasons = device_reasons(capabilities, device)
     reasons += _format_reasons(capabilities, problem)
     reasons += _layer_reasons(capabilities, problem)
-    reasons += _shape_reasons(capabilities, problem, plan)
-    reasons += _deployment_reasons(capabilities, problem)
-    for rule in rules:
-        if rule.violated(problem, device):
-            reasons.append(Reason(rule.code, rule.detail(problem, device), rule.remedy))
+    # A remedy changes the ranks: formats and layers stay.
+    reasons += _shape_reasons(capabilities, problem, plan, functools.partial(of_deployment, siblings=False))
+    reasons += of_deployment(problem)
     return tuple(reasons)

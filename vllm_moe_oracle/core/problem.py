@@ -38,6 +38,9 @@ EVEN_SPLIT_MODEL_TYPE = "gpt_oss"
 MX_BLOCK = 32
 """Elements per e8m0 scale in every OCP microscaling (MX) format, specification v1.0, table 1."""
 
+_MX_BITS: dict[str, int] = {"mxfp8": 8, "mxfp4": 4}
+"""Bits of an element of the MX schemes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
@@ -67,6 +70,20 @@ class Scheme:
         for name, kind in (("name", SchemeName), ("act_order", ActOrder), ("activations", ActivationPrecision)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; valid are {', '.join(get_args(kind))}")
+        if self.name == "wna16":
+            if self.bits < 1 or (self.group_size < 1 and self.group_size != -1):
+                raise ValueError(f"{self.bits} bits in groups of {self.group_size}; a group of -1 is a whole row")
+        elif (self.bits, self.group_size) != (_MX_BITS[self.name], MX_BLOCK):
+            expected = f"{self.name} has {_MX_BITS[self.name]} bits in groups of {MX_BLOCK}"
+            raise ValueError(f"{self.bits} bits in groups of {self.group_size}; {expected}")
+        elif self.zero_points or self.act_order != "none":
+            raise ValueError(f"{self.name} has neither zero points nor act order")
+
+    @property
+    def rows_are_separable(self) -> bool:
+        """Whether a WNA16 loader can put alternating rows of gate and up apart: no word holds codes or zero points of
+        several rows."""
+        return self.packing != "awq" and (not self.zero_points or self.packing == "compressed-tensors-int")
 
     def __str__(self) -> str:
         if self.name != "wna16":
@@ -169,6 +186,11 @@ class Parallel:
     dp: int = 1
     format: ActivationFormat = "standard"
     placement: Placement = "linear"
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "ep", "dp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     @property
     def is_batched(self) -> bool:

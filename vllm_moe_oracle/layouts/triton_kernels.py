@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..core.sharding import round_up
 from .padding import pad_columns, pad_rows
 from .triton_kernels_bits import gather_bits, spread_bits
 
@@ -34,7 +35,7 @@ def swizzle_hopper_codes(codes: Tensor) -> Tensor:
     Returns:
         uint8 `[N/4, 2 K]`, with N and K padded.
     """
-    padded = pad_rows(pad_columns(codes, _round_up(codes.shape[1], _BYTES)), _round_up(codes.shape[0], _ROWS))
+    padded = pad_rows(pad_columns(codes, round_up(codes.shape[1], _BYTES)), round_up(codes.shape[0], _ROWS))
     rows, columns = padded.shape
     split = padded.view(rows // 16, 2, 4, 2, columns // 32, 4, 2, 4)
     four = split.permute(0, 2, 4, 3, 7, 5, 6, 1).reshape(rows // 4, columns, 4)
@@ -62,7 +63,7 @@ def swizzle_hopper_scales(scales: Tensor, warps: int = 8) -> Tensor:
         uint8 `[N/32, 32 G]`, with N and G padded.
     """
     block = _WARP_ROWS * warps
-    padded = pad_rows(pad_columns(scales, _round_up(scales.shape[1], _SCALE_GROUPS)), _round_up(scales.shape[0], block))
+    padded = pad_rows(pad_columns(scales, round_up(scales.shape[1], _SCALE_GROUPS)), round_up(scales.shape[0], block))
     rows, groups = padded.shape
     split = padded.view(rows // block, 2, warps, 2, 8, groups // 2, 2)
     return split.permute(0, 2, 5, 1, 4, 6, 3).reshape(rows // 32, groups * 32)
@@ -72,7 +73,3 @@ def unswizzle_hopper_scales(ordered: Tensor, rows: int, groups: int, warps: int 
     """Inverse of `swizzle_hopper_scales`: uint8 `[rows, groups]`."""
     split = ordered.reshape(ordered.shape[0] // warps, warps, ordered.shape[1] // 64, 2, 8, 2, 2)
     return split.permute(0, 3, 1, 6, 4, 2, 5).reshape(ordered.shape[0] * 32, -1)[:rows, :groups]
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

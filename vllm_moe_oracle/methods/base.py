@@ -27,7 +27,7 @@ from ..compat.layer_context import current_layer
 from ..core.decision import Decision
 from ..core.problem import PADDED_EXPERTS, Problem, Scheme
 from ..devices import detect
-from ..errors import LifecycleError, NoBackendError, OracleError, is_out_of_memory, sanitize
+from ..errors import BackendDefect, LifecycleError, NoBackendError, OracleError, is_out_of_memory, sanitize
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
 from ..oracle.stock_kernels import is_loadable
@@ -308,7 +308,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         """Registers the checkpoint's parameters as the stock class does, and biases that it leaves out."""
         problem = self.decision.problem
         loader = kwargs.get("weight_loader")
-        unloaded = getattr(self._scheme(), "UNLOADED", {})
+        unloaded = self._scheme().UNLOADED
         if loader is not None and unloaded:
             kwargs["weight_loader"] = weight_loading.validating_loader(
                 loader, problem, self.rank_group, self.adapter.local_expert
@@ -322,7 +322,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
     def _sentinels(self) -> dict[str, int]:
         """The byte that marks what was not loaded, by canonical name. Only the first rank adds the bias of the second
         product: a loader may leave it out on the others."""
-        found = dict(getattr(self._scheme(), "UNLOADED", {}))
+        found = dict(self._scheme().UNLOADED)
         if self.moe.moe_parallel_config.tp_rank > 0:
             found.pop("w2_bias", None)
         return found
@@ -333,10 +333,15 @@ class OracleMoEMethod(FusedMoEMethodBase):
         names = self._parameter_names(self._scheme().shapes(self.decision.problem))
         raw = {own: getattr(layer, name).data for own, name in names.items()}
         for own, spec in weight_storage.converted_specs(self._convert, raw).items():
+            if own not in names and hasattr(layer, own) and own not in layer._parameters:
+                rule = (
+                    f"backend {self.backend.name} converts to a tensor {own}, which vLLM's layer has an attribute for"
+                )
+                raise BackendDefect(rule, "Report it to its maintainers: kernel tensors need names of their own")
             if own in names:
                 weight_storage.reserve_expert_buffers(getattr(layer, names[own]), spec)
         if self.adapter.uses_dummy_weights():
-            unloaded = getattr(self._scheme(), "DUMMY_FILL", {})
+            unloaded = self._scheme().DUMMY_FILL
         weight_loading.fill_with_sentinel({own: getattr(layer, name) for own, name in names.items()}, unloaded)
 
     def _register_biases(self, layer: Any, extra: Mapping[str, Any]) -> None:

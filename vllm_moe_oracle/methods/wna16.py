@@ -81,12 +81,15 @@ class Wna16MoEMethod(OracleMoEMethod):
             raise
 
     def _refine_problem(self, problem: Problem) -> Problem:
-        # gpt-oss's activation name means interleaved rows of gate and up; the loader here separates them, and the
-        # activation changes accordingly.
-        self._separates_rows = problem.activation.interleaved
-        self.moe.activation = self.adapter.uninterleaved_activation(self.moe)
-        activation = dataclasses.replace(problem.activation, interleaved=False)
-        problem = dataclasses.replace(problem, activation=activation, has_bias=problem.has_bias or self.bias_in_file)
+        # gpt-oss's activation name means interleaved rows of gate and up; the loader here separates them where it can,
+        # and the activation changes accordingly.
+        self._separates_rows = problem.activation.interleaved and problem.scheme.rows_are_separable
+        if self._separates_rows:
+            self.moe.activation = self.adapter.uninterleaved_activation(self.moe)
+            problem = dataclasses.replace(
+                problem, activation=dataclasses.replace(problem.activation, interleaved=False)
+            )
+        problem = dataclasses.replace(problem, has_bias=problem.has_bias or self.bias_in_file)
         if self.settings.ragged_shards:
             problem = shard_by_scale_groups(problem)
             # Stock classes and vLLM's layer read the shard size there.

@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from types import NoneType, UnionType
@@ -20,7 +21,7 @@ import msgspec
 
 from .. import backends as builtin_package
 from ..backends import Backend
-from ..core.decision import ShardPlan
+from ..core.decision import Rejected, ShardPlan
 from ..core.problem import Problem
 from ..errors import BackendDefect, OracleError, RegistryError, describe_error, is_interruption, is_out_of_memory
 from ..settings import env_var
@@ -32,15 +33,16 @@ MAX_ENTRIES = 65536
 """Entries of a tuple, set or mapping of an answer."""
 
 
-class _HasShapeAndDtype(type):
-    """A protocol that is asked quickly: each conversion of an expert has its tensors checked."""
+class _IsTensor(type):
+    """Asked quickly: each conversion of an expert has its tensors checked."""
 
     def __instancecheck__(cls, value: object) -> bool:
-        return hasattr(value, "shape") and hasattr(value, "dtype")
+        torch = sys.modules.get("torch")  # whoever returns a tensor has imported it
+        return torch is not None and isinstance(value, torch.Tensor)
 
 
-class _TensorLike(metaclass=_HasShapeAndDtype):
-    """What stands for ``Tensor`` here: torch is not imported for a decision."""
+class Tensor(metaclass=_IsTensor):
+    """Stands for ``torch.Tensor`` here: torch is not imported for a decision."""
 
 
 _Check = Callable[[Any], str]
@@ -166,13 +168,37 @@ def _sizes_mismatch(plan: ShardPlan, problem: Problem) -> str:
     return ""
 
 
-_Rule = Callable[[Any, Problem], str]
+def _verdict_mismatch(verdict: object, problem: Problem) -> str:
+    """A rejection says why."""
+    if not isinstance(verdict, Rejected):
+        return ""
+    blank = any(not each.code.strip() or not each.detail.strip() for each in verdict.reasons)
+    return "it rejects the layer without a reason" if blank else ""
+
+
+def _kernel_tensors_mismatch(tensors: Mapping[str, Any], expert: object) -> str:
+    """Kernel tensors become parameters of vLLM's layer, `[experts, *shape]` each."""
+    for name, tensor in tensors.items():
+        if not name.isidentifier():
+            return f"{name!r} cannot be a parameter's name"
+        if not tensor.dim():
+            return f"its {name} has no dimensions; an expert's scalar has shape [1]"
+    return ""
+
+
+_Rule = Callable[[Any, Any], str]
 
 _RULES: dict[str, _Rule] = {
     "plan": _sizes_mismatch,
+    "check": _verdict_mismatch,
+    "convert": _kernel_tensors_mismatch,
+    "hand_overs": lambda counts, problem: (
+        "" if [*counts] == sorted({*counts}) and min(counts, default=1) > 0 else f"{counts} do not ascend from 1"
+    ),
     "layout": lambda name, problem: "" if name.strip() else "it is empty",
 }
-"""What the contract says of a method's result besides its type, for the problem: the method's first argument."""
+"""What the contract says of a method's result besides its type, given the method's first argument: mostly the
+problem."""
 
 METHODS = tuple(
     name for name, member in vars(Backend).items() if inspect.isfunction(member) and not name.startswith("_")
@@ -189,7 +215,7 @@ _WITH_WEIGHTS = ("validate_weights", "convert", "build_experts")
 
 
 def _result_type(method: str) -> Any:
-    return get_type_hints(getattr(Backend, method), localns={"Tensor": _TensorLike})["return"]
+    return get_type_hints(getattr(Backend, method), localns={"Tensor": Tensor})["return"]
 
 
 class CheckedBackend(Backend):

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import logging
 import pkgutil
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, entry_points, version
@@ -23,9 +24,10 @@ from .. import settings
 from ..backends import Backend
 from ..core.problem import SchemeName
 from ..errors import RegistryError, SettingError, describe_error, did_you_mean, is_interruption, sanitize
+from ..releases.supported import MOE_BACKENDS
 from ..settings import AUTO
 from . import watchdog
-from .checked_backend import CheckedBackend
+from .checked_backend import CheckedBackend, is_own
 from .watchdog import report_while_running
 
 logger = logging.getLogger("vllm.moe_oracle")
@@ -179,8 +181,11 @@ def _checked(backend: object, origin: str) -> Backend:
     if missing:
         raise RegistryError(f"the backend does not set {', '.join(missing)}", where=origin)
     checked = CheckedBackend(backend, origin)  # type: ignore[abstract]  # its methods are made from the contract
-    if not checked.name.strip() or checked.name == AUTO:
-        raise RegistryError(f"{checked.name!r} cannot be a backend's name", where=origin)
+    # A name that a backend here has is refused as a duplicate, with that backend's module.
+    vllms = () if is_own(checked) else MOE_BACKENDS - {"emulation"}
+    if not re.fullmatch("[A-Za-z0-9_.:-]+", checked.name) or checked.name.lower() in (AUTO, *vllms):
+        rule = f"{checked.name!r} cannot be a backend's name"
+        raise RegistryError(rule, "Settings need letters, digits, _, ., : and -, and no name of vLLM's", origin)
     if not checked.schemes:
         raise RegistryError(f"schemes holds nothing; valid are {', '.join(get_args(SchemeName))}", where=origin)
     return checked

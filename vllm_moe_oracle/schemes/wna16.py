@@ -74,6 +74,9 @@ UNLOADED = {f"{matrix}{suffix}": 0xFF for matrix in MATRICES for suffix in ("_sc
 """Bytes that no checkpoint holds (NaN, or group -1): they mark what was not loaded yet, by canonical name. Codes
 are not marked: every word is valid."""
 
+DUMMY_FILL: dict[str, int] = {}
+"""vLLM's own dummy scales serve."""
+
 
 def parameter_names(problem: Problem) -> dict[str, str]:
     """Parameter name by canonical name, for the parameters that the layer is read from."""
