@@ -22,6 +22,7 @@ from ..quantization import (
     config_notes,
     parse_config,
     refused_linear,
+    takes_modules_from_files,
     vllm_method_name,
     with_moe_wna16_packing,
 )
@@ -125,6 +126,9 @@ def _find_moe_layers(
     names = moe_layer_names(config, vllm)
     format_of, method = _expert_formats(config, online)
     mtp_names = mtp_layer_names(config, vllm)
+    kinds_in_files, unread = _kinds_in_files(config, (names | mtp_names).values())
+    if method != "moe_wna16" and config.quantization is not None and takes_modules_from_files(*config.quantization):
+        format_of = _without(format_of, {name for name, each in kinds_in_files.items() if are_in_16_bits(each)})
     problems: list[Problem] = []
     mtp_problems: list[Problem] = []
     unquantized, foreign = [], {}
@@ -140,9 +144,10 @@ def _find_moe_layers(
             found = mtp_problems if place in mtp_names else problems
             index, kind = place
             found.append(layer_problem(kinds[kind], index, name, layer_format, ranks, ragged_shards, vllm))
-    compared = [layer for layer in (names | mtp_names).values() if layer.modules[0] not in foreign]
-    said, packed = _notes_on_files(config, compared, problems, mtp_problems)
     drafts = {layer.modules[0] for layer in mtp_names.values()}
+    compared = {name: each for name, each in kinds_in_files.items() if name not in foreign}
+    quantized = {problem.layer for problem in (*problems, *mtp_problems)}
+    said, packed = ([unread], False) if unread else _notes_on_files(config, compared, quantized, drafts)
     notes = (*_notes(config, unquantized, foreign, drafts, online, packed), *said)
     if model_type(config) == EVEN_SPLIT_MODEL_TYPE and any(problem.scheme.name == "wna16" for problem in problems):
         rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "
@@ -159,23 +164,47 @@ def _find_moe_layers(
     return MoeLayers(tuple(problems), tuple(unquantized), foreign, method, notes, tuple(mtp_problems), refused)
 
 
+def _kinds_in_files(
+    config: CheckpointFiles, layers: Iterable[LayerNames]
+) -> tuple[Mapping[str, Collection[tuple[str, str]]], str]:
+    """What the files hold of each layer's experts, by vLLM's name of the layer; nothing where there is no folder. Where
+    a file cannot be read, nothing but a note that says so."""
+    if config.folder is None:
+        return {}, ""
+    modules = {layer.modules[0]: [name for name, _ in layer.modules_in_files()] for layer in layers}
+    try:
+        found = kinds_of_tensors(config.folder, {name for names in modules.values() for name in names})
+    except CheckpointError as error:
+        return {}, f"whether the files hold the experts as the config says is not known: {error}"
+    return {layer: {kind for name in names for kind in found.get(name, ())} for layer, names in modules.items()}, ""
+
+
+def _without(format_of: FormatLookup, unquantized: Container[str]) -> FormatLookup:
+    """The same formats, but for layers of these names, which are in the model's dtype."""
+    return lambda layer: None if layer.modules[0] in unquantized else format_of(layer)
+
+
 def _notes_on_files(
-    config: CheckpointFiles, layers: Iterable[LayerNames], problems: Iterable[Problem], mtp_problems: Iterable[Problem]
+    config: CheckpointFiles,
+    kinds: Mapping[str, Collection[tuple[str, str]]],
+    quantized: Container[str],
+    drafts: Container[str],
 ) -> tuple[list[str], bool]:
     """What is to be known of layers whose files say otherwise than the quantization config, and whether some are
     quantized although the config does not say so.
 
+    Tools leave layers in 16 bits, such as those for multi-token prediction, and not all of them write so. The config of
+    a model that drafts for another may not say what its tensors are.
+
     Args:
         config: the checkpoint's.
-        layers: the names of the layers that are compared.
-        problems: those whose experts are quantized when they serve.
-        mtp_problems: those of multi-token prediction modules.
+        kinds: what the files hold of the layers that are compared, by vLLM's names.
+        quantized: names of those whose experts are quantized when they serve.
+        drafts: names of those of multi-token prediction modules.
     """
-    drafts = {each.layer for each in mtp_problems}
-    try:
-        plain, packed = _stored_otherwise(config, layers, drafts.union(each.layer for each in problems))
-    except CheckpointError as error:
-        return [f"whether the files hold the experts as the config says is not known: {error}"], False
+    stated = quantized if config.quantization is not None else ()
+    plain = [layer for layer, each in kinds.items() if layer in stated and are_in_16_bits(each)]
+    packed = [layer for layer, each in kinds.items() if layer not in stated and are_quantized(each)]
     source = config.quantization[1] if config.quantization is not None else ""
     notes = []
     for found, effect in (
@@ -194,34 +223,6 @@ def _notes_on_files(
             "load them. The config has to say how they are quantized"
         )
     return notes, bool(packed)
-
-
-def _stored_otherwise(
-    config: CheckpointFiles, layers: Iterable[LayerNames], quantized: Collection[str]
-) -> tuple[list[str], list[str]]:
-    """Layers whose files say otherwise than the quantization config: those in 16 bits that it does not leave out, and
-    quantized ones that it leaves out, or of which there is no config.
-
-    Tools leave layers in 16 bits, such as those for multi-token prediction, and not all of them write so. The config of
-    a model that drafts for another may not say what its tensors are.
-
-    Args:
-        config: the checkpoint's.
-        layers: the names of the layers.
-        quantized: vLLM's names of those whose experts are quantized when they serve.
-
-    Raises:
-        CheckpointError: a file of tensors cannot be read.
-    """
-    if config.folder is None:
-        return [], []
-    modules = {layer.modules[0]: [name for name, _ in layer.modules_in_files()] for layer in layers}
-    found = kinds_of_tensors(config.folder, {name for names in modules.values() for name in names})
-    kinds = {layer: {kind for name in names for kind in found.get(name, ())} for layer, names in modules.items()}
-    stated = quantized if config.quantization is not None else ()
-    plain = [layer for layer, each in kinds.items() if layer in stated and are_in_16_bits(each)]
-    packed = [layer for layer, each in kinds.items() if layer not in stated and are_quantized(each)]
-    return plain, packed
 
 
 def _unread_experts_error(config: CheckpointFiles, words: str, online: str, vllm: str | None) -> CheckpointError:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..core.problem import MX_BLOCK, Scheme
 from ..errors import CheckpointError, did_you_mean
-from .fields import read_string, short_repr
+from .fields import read_names, read_string, short_repr
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat
 from .unsupported import UNSUPPORTED_ONLINE as UNSUPPORTED_ONLINE
 from .unsupported import parse_unsupported
@@ -96,6 +96,13 @@ def config_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     return [
         f"{named}: a server needs a vLLM, or a plugin, that has it. {did_you_mean(method, _BY_METHOD)}".rstrip(". ")
     ]
+
+
+def takes_modules_from_files(config: Mapping[str, Any], where: str) -> bool:
+    """Whether vLLM takes modules to be quantized exactly if their tensors are, since the config names none."""
+    method = _quant_method(config, where)
+    field = _BY_METHOD[method].module_list if method in _BY_METHOD else ""
+    return bool(field) and not read_names(config, (field,), where)
 
 
 def refused_linear(config: Mapping[str, Any], where: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from ..core.problem import Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_integer, read_names, read_string, short_repr
+from .patterns import MatchBudget, NameParts
 from .types import FormatLookup, QuantConfigFormat
 
 _UNSUPPORTED_PACKINGS = ("gemv", "gemv_fast", "llm-awq", "marlin")
@@ -20,8 +21,8 @@ SUPPORTED_BITS = 4
 def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """An entry of ``modules_to_not_convert`` excludes every module whose name holds it."""
     scheme = awq_scheme(config, where)
-    excluded = read_names(config, ("modules_to_not_convert",), where)
-    return lambda layer: None if layer.matches(lambda name: any(part in name for part in excluded)) else scheme
+    excluded = NameParts(read_names(config, ("modules_to_not_convert",), where), MatchBudget(where))
+    return lambda layer: None if layer.matches(excluded.any_within) else scheme
 
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
@@ -53,4 +54,9 @@ def awq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
     return Scheme("wna16", bits, group, "awq", zero_points=read_boolean(config, "zero_point", where, default=True))
 
 
-FORMAT = QuantConfigFormat({"awq": parse_config}, notes, aliases={"awq": ("awq_marlin", "auto_awq", "moe_wna16")})
+FORMAT = QuantConfigFormat(
+    {"awq": parse_config},
+    notes,
+    aliases={"awq": ("awq_marlin", "auto_awq", "moe_wna16")},
+    module_list="modules_to_not_convert",
+)

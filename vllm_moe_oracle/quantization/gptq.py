@@ -11,7 +11,7 @@ from typing import Any
 from ..core.problem import ActOrder, Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_integer, read_names, read_string, short_repr
-from .patterns import MatchBudget, PatternList
+from .patterns import MatchBudget, NameParts, PatternList
 from .types import (
     LINEAR_LAYER,
     UNLISTED,
@@ -29,9 +29,10 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     vLLM matches expressions with its own names of modules, and maps ``modules_in_block_to_quantize`` to them: entries
     there, where it is set, may be any part of a name."""
     rules = _dynamic_rules(config, where)
-    expressions = PatternList([expression for expression, _ in rules], MatchBudget(where))
+    budget = MatchBudget(where)
+    expressions = PatternList([expression for expression, _ in rules], budget)
     quantized = read_names(config, ("modules_in_block_to_quantize",), where)
-    full_names = frozenset(quantized)
+    parts = NameParts(quantized, budget)
     scheme, usual = gptq_scheme(config, where), dict(config)
 
     def lookup(layer: LayerNames) -> ExpertFormat:
@@ -47,8 +48,8 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
             override = rules[found][1]
             return None if override is None else gptq_scheme(ChainMap(dict(override), usual), where)
 
-        listed = layer.matches(lambda name: name in full_names or any(part in name for part in quantized))
-        return shared_format(own, cache(matrix_format), scheme if listed or not quantized else None, where)
+        listed = not quantized or layer.matches(parts.any_within)
+        return shared_format(own, cache(matrix_format), scheme if listed else None, where)
 
     return lookup
 
@@ -143,5 +144,6 @@ FORMAT = QuantConfigFormat(
     {"gptq": parse_config},
     notes,
     refused_linear=refused_linear,
+    module_list="modules_in_block_to_quantize",
     aliases={"gptq": ("gptq_marlin", "auto_gptq", "moe_wna16")},
 )

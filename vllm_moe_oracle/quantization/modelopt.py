@@ -20,7 +20,7 @@ from .fields import (
     read_string,
     short_repr,
 )
-from .patterns import MatchBudget, WildcardPattern
+from .patterns import MatchBudget, NameParts, WildcardPattern
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, UnsupportedFormat
 
 
@@ -95,14 +95,11 @@ def modelopt_exclusion_matcher(entries: Iterable[str], where: str) -> Callable[[
         heads.update(entry[: found.end()] for found in re.finditer("experts", entry))
     parts.discard("")
     ends = sorted(head[::-1] for head in heads)
-    lengths = sorted({len(part) for part in parts})
+    texts = NameParts(parts, budget)
 
     def contained(module: str) -> bool:
-        # Lists of tens of thousands of names are usual: every part of the module's name is looked up.
-        budget.check(module)
-        found = (module[at : at + size] for size in lengths for at in range(len(module) - size + 1))
         return _any_starts_with(ends, module[::-1]) or any(
-            part in parts and not matches_number_prefix(part, module) for part in found
+            not matches_number_prefix(part, module) for part in texts.within(module)
         )
 
     def excluded(layer: LayerNames) -> bool:

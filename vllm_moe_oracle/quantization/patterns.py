@@ -9,10 +9,11 @@ are nearly all, skip the clock of `regex` and use the faster `re`; names that ar
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import translate
 from typing import Any
 
@@ -99,6 +100,37 @@ class MatchBudget:
         """The error of an expression for which no time is left."""
         rule = f"its expressions take more than {MAX_SECONDS} s to match names of layers, so far to {short(pattern)}"
         return CheckpointError(rule, "Write fewer of them, without nested repeats, or list the names", self.where)
+
+
+class NameParts:
+    """Texts that may be a part of a name; lists of tens of thousands are usual.
+
+    Args:
+        parts: the texts. An empty one is a part of every name.
+        budget: shared with the other expressions of the config.
+    """
+
+    def __init__(self, parts: Iterable[str], budget: MatchBudget) -> None:
+        self._parts = frozenset(parts)
+        self._sizes = sorted({len(part) for part in self._parts})
+        self._budget = budget
+
+    def within(self, name: str) -> Iterator[str]:
+        """Those that are a part of a name.
+
+        Raises:
+            CheckpointError: the time is spent.
+        """
+        self._budget.check(name)
+        sizes = self._sizes[: bisect.bisect_right(self._sizes, len(name))]
+        if len(self._parts) <= sum(len(name) + 1 - size for size in sizes):
+            return (part for part in self._parts if part in name)
+        windows = (name[at : at + size] for size in sizes for at in range(len(name) + 1 - size))
+        return (window for window in windows if window in self._parts)
+
+    def any_within(self, name: str) -> bool:
+        """Whether one of them is a part of a name."""
+        return next(self.within(name), None) is not None
 
 
 class BoundedPattern:

@@ -134,6 +134,8 @@ class QuantConfigFormat:
             release takes all of them.
         refused_linear: why vLLM refuses a model's linear layers in the format, as far as a config that was parsed says;
             "" where it does not.
+        module_list: the field of a config that names modules, and that vLLM fills by the types of the checkpoint's
+            tensors where it names none; "" for no such field.
     """
 
     parsers: Mapping[str, Parser]
@@ -141,6 +143,7 @@ class QuantConfigFormat:
     vllm_method: Callable[[Mapping[str, Any], str], str] = _same_name
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     refused_linear: Callable[[Mapping[str, Any], str], str] = _no_refusal
+    module_list: str = ""
 
 
 class Unlisted:
