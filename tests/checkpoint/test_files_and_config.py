@@ -116,6 +116,8 @@ def test_a_config_that_says_nothing_of_quantized_experts_is_noted(name: str, tmp
 @pytest.mark.parametrize("name", each_of(STORED))
 def test_a_config_that_says_that_experts_in_16_bits_are_quantized_is_noted(name: str, tmp_path: Path) -> None:
     config = json.loads((HEALTHY[name](tmp_path / "model") / "config.json").read_text())["quantization_config"]
+    if config["quant_method"] == "gptq":  # else vLLM quantizes what the files hold quantized
+        config["modules_in_block_to_quantize"] = [["mlp.experts"]]
     path = described(written(name.split()[0] if name in FLOATS else "qwen3_moe", format="bf16")(tmp_path / "claims"))
     (note,) = notes(described(path, quantization_config=config))
     assert note == (
@@ -123,6 +125,28 @@ def test_a_config_that_says_that_experts_in_16_bits_are_quantized_is_noted(name:
         "leave them out: a server does not load them. Add them to the layers that the config ignores"
     )
     assert notes(path / "config.json") == []
+
+
+@pytest.mark.parametrize(
+    ("quantization", "field"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+         "modules_in_block_to_quantize"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+         "modules_to_not_convert"),
+    ],
+)  # fmt: skip
+def test_where_gptq_and_awq_name_no_modules_the_files_do(
+    quantization: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    """As vLLM fills their lists; not where the config has one."""
+    path = described(written("qwen3_moe", format="bf16")(tmp_path / "model"), quantization_config=quantization)
+    layers = find_moe_layers(read_checkpoint(path))
+    assert not layers.problems and len(layers.unquantized) > 1
+    assert not any("does not leave them out" in each for each in layers.notes)
+    named = described(path, quantization_config=quantization | {field: ["nothing" if "not" in field else "mlp"]})
+    assert any("leave them out" in each for each in find_moe_layers(read_checkpoint(named)).notes)
+    assert find_moe_layers(read_checkpoint(named)).problems
 
 
 def test_each_layer_is_compared_by_itself(tmp_path: Path) -> None:

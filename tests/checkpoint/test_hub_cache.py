@@ -32,6 +32,8 @@ def test_names_of_the_hub(word: str) -> None:
     assert is_hub_name(word)
 
 
-@pytest.mark.parametrize("word", ["config.json", "../model", "/a/b", "a/b/c", "a/..\n", "a b/c", "é/b", "/", ""])
+@pytest.mark.parametrize(
+    "word", ["config.json", "../model", "/a/b", "a/b/c", "a/..\n", "a b/c", "é/b", "/", "", "c/q.json"]
+)
 def test_what_is_no_name_of_the_hub(word: str) -> None:
     assert not is_hub_name(word)

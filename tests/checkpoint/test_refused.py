@@ -169,6 +169,8 @@ def test_a_wrong_kind_of_path_is_refused_with_the_expected_kind(tmp_path: Path) 
     assert "holds tensors. Give the folder that it is in, or its config.json" in said(tmp_path / "model.safetensors")
     assert "hf download Qwen/Qwen3-30B-A3B --include '*config.json'" in said(Path("Qwen/Qwen3-30B-A3B"))
     assert "hf download" not in said(tmp_path / "Qwen/Qwen3-30B-A3B") + said(Path("./nowhere/at/all"))
+    address = Path("https://huggingface.co/Qwen/Qwen3-30B-A3B")
+    assert "Give the model's name, Qwen/Qwen3-30B-A3B, where the Hub's local cache has it" in said(address)
     dense = {"model_type": "llama", "num_hidden_layers": 2, "quantization_config": {"quant_method": "gptq"}}
     (empty / "config.json").write_text(json.dumps(dense))
     assert "it has no MoE layers (none of num_experts" in said(empty)

@@ -4,6 +4,7 @@ that vLLM computes without a MoE layer."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 
 from tests.lib.cli import Run
 from tests.lib.configs import GPTQ
+from tests.lib.releases import INSTALLED, sources
 from vllm_moe_oracle.checkpoint import MoeLayers, find_moe_layers, read_checkpoint
 from vllm_moe_oracle.checkpoint.layer_names import compact_layer_names
 from vllm_moe_oracle.errors import CheckpointError, LeftToStockError
+from vllm_moe_oracle.releases.removed_models import LAST_RELEASES, last_release_with
 
 ERNIE_VL: dict[str, Any] = {
     "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"], "model_type": "ernie4_5_moe_vl", "hidden_size": 2560,
@@ -77,10 +80,22 @@ def test_experts_of_zeros_have_no_weights(tmp_path: Path) -> None:
 
 
 def test_experts_without_a_moe_layer_are_stock_vllms(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(ARCTIC))
+    last = LAST_RELEASES["ArcticForCausalLM"]
     with pytest.raises(LeftToStockError, match="vLLM's code of arctic computes its experts itself"):
-        read(tmp_path, ARCTIC)
-    found = run("explain", tmp_path, "--device", "h100")
+        find_moe_layers(read_checkpoint(tmp_path), vllm=last)
+    found = run("explain", tmp_path, "--device", "h100", "--vllm", last)
     assert found.status == 0 and "left to stock vLLM" in found.out
+    found = run("explain", tmp_path, "--device", "h100")
+    assert found.status == 2 and f"vLLM has ArcticForCausalLM until {last}" in found.err
+
+
+def test_models_that_a_release_has_no_more_are_those_of_its_registry() -> None:
+    text = (sources(INSTALLED) / "vllm" / "model_executor" / "models" / "registry.py").read_text()
+    (table,) = re.findall(r"_PREVIOUSLY_SUPPORTED_MODELS = \{(.*?)\n\}", text, re.DOTALL)
+    assert set(re.findall(r'"(\w+)": "([\d.]+)"', table)) >= set(LAST_RELEASES.items())
+    assert last_release_with(["x", 3, "Grok1ForCausalLM"], "0.24.0+cpu") is None
+    assert last_release_with(["Grok1ForCausalLM"], None) == ("Grok1ForCausalLM", "0.24.0")
 
 
 @pytest.mark.parametrize("config", [ERNIE_VL, LONGCAT], ids=["ernie-vl", "longcat"])

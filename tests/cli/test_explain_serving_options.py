@@ -114,6 +114,8 @@ def test_options_without_effect_are_notes(options: tuple[Any, ...], note: str, r
             ("--device", "cpu", "--dp", 2, "--quantization", "mxfp8"),
             "vLLM cannot exchange tokens between data-parallel",
         ),
+        (("--device", "cpu", "--tp", 2, "--ep", "--eplb"), "vLLM moves experts between ranks (EPLB) on GPUs only"),
+        (("--dp", 3, "--ep", "--eplb"), "128 over 3 ranks leave 2, unless --eplb-config adds redundant ones"),
     ],
 )
 def test_options_that_vllm_refuses_leave_no_backend(
@@ -147,6 +149,24 @@ def test_models_left_to_stock_are_refused_as_far_as_vllm_refuses_them(
     assert (found.status, any("would not start" in each for each in found.json["notes"])) == (status, status == 3)
     dense = run("explain", write(quantization_config=None, num_experts=None), *H200, *options, "--json")
     assert (dense.status, any("would not start" in each for each in dense.json["notes"])) == (0, False)
+
+
+def test_heads_that_do_not_divide_are_refused_whatever_the_experts_are(run: Run, write: Write) -> None:
+    for changes in ({}, {"quantization_config": None}, {"quantization_config": {"quant_method": "fp8"}}):
+        found = run("explain", write(num_attention_heads=32, **changes), *H200, "--tp", 3)
+        assert found.status == 2 and "which do not divide the 32 attention heads (32 mod 3 = 2)" in found.err
+
+
+def test_the_gain_of_a_named_backend_is_not_looked_up(run: Run, write: Write) -> None:
+    assert (
+        "the backend is named, and are not looked up" in run("explain", write(), *H200, "--backend", "emulation").text
+    )
+
+
+def test_stages_of_pipeline_parallelism_have_a_hint(run: Run, write: Write) -> None:
+    for option in ("--pipeline-parallel-size", "-pp"):
+        found = run("explain", write(), option, 2)
+        assert found.status == 2 and "the answer for each is the same" in found.err
 
 
 def test_a_machine_without_a_gpu_is_noted_unless_it_was_named(run: Run, write: Write) -> None:

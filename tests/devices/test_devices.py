@@ -96,6 +96,12 @@ def test_a_file_needs_only_kind_and_name(tmp_path: Path) -> None:
     file = tmp_path / "small.json"
     file.write_text('{"kind": "cpu", "name": "mine"}')
     assert catalog.load_device(file) == Device("cpu", "mine")
+    file.write_text('{"kind": "cuda", "name": "NVIDIA H200", "memory_gib": 100}')
+    found = catalog.load_device(file)
+    assert (found.capability, found.sm_count, found.memory_gib) == (90, 132, 100)
+    file.write_text('{"kind": "cuda", "name": "NVIDIA X9"}')
+    with pytest.raises(SettingError, match="'NVIDIA X9' is no GPU that is known, and its capability is missing"):
+        catalog.load_device(file)
 
 
 @pytest.mark.parametrize(

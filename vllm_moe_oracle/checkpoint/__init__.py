@@ -30,6 +30,7 @@ from ..quantization.fields import short_repr
 from ..quantization.types import FormatLookup, LayerNames, UnsupportedFormat, describe_format
 from ..releases import min_versions
 from ..releases.all2all import DEFAULT_ALL2ALL, effective_all2all
+from ..releases.removed_models import last_release_with
 from ..untrusted import boundary
 from .files import CheckpointFiles, read_checkpoint
 from .layer_names import (
@@ -41,7 +42,7 @@ from .layer_names import (
     mtp_layer_names,
     unread_experts,
 )
-from .layer_problem import layer_problem, model_dtype, null_activation_note
+from .layer_problem import check_attention_heads, layer_problem, model_dtype, null_activation_note
 from .model_fields import MAX_RANKS, kinds_of_experts, model_type
 from .ranks import Ranks
 from .tensor_headers import are_in_16_bits, are_quantized, kinds_of_tensors
@@ -121,6 +122,10 @@ def _find_moe_layers(
     if ranks.total > MAX_RANKS:
         rule = f"{ranks.total} ranks are more than {MAX_RANKS}, the most that are considered"
         raise CheckpointError(rule, where=str(config.path))
+    architectures = config.full_config.get("architectures")
+    if removed := last_release_with(architectures if isinstance(architectures, list) else (), vllm):
+        rule = "vLLM has {} until {}: a server does not start".format(*removed)
+        raise CheckpointError(rule, f"Serve it with vLLM {removed[1]} or older", str(config.path))
     if words := unread_experts(config):
         raise _unread_experts_error(config, words, online, vllm)
     names = moe_layer_names(config, vllm)
@@ -144,6 +149,8 @@ def _find_moe_layers(
             found = mtp_problems if place in mtp_names else problems
             index, kind = place
             found.append(layer_problem(kinds[kind], index, name, layer_format, ranks, ragged_shards, vllm))
+    if not problems and not mtp_problems:
+        check_attention_heads(config, ranks)
     drafts = {layer.modules[0] for layer in mtp_names.values()}
     compared = {name: each for name, each in kinds_in_files.items() if name not in foreign}
     quantized = {problem.layer for problem in (*problems, *mtp_problems)}

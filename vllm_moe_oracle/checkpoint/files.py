@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,8 @@ def _read_checkpoint(path: Path) -> CheckpointFiles:
                 f". A model of the Hugging Face Hub is read where its cache has it: hf download {path} --include "
                 "'*config.json' 'params.json'"
             )
+        if address := re.match(r"https?:/+huggingface\.co/([\w.-]+/[\w.-]+)", str(path), re.ASCII):
+            remedy = f"Give the model's name, {address[1]}, where the Hub's local cache has it; nothing is downloaded"
         raise CheckpointError("no such file or folder", remedy, str(path))
     file = path / "config.json" if path.is_dir() else path
     if path.is_dir() and not exists(file) and exists(path / mistral_params.FILE_NAME):

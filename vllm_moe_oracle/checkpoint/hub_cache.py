@@ -19,7 +19,7 @@ _MAX_REVISION_BYTES = 1 << 10
 
 def is_hub_name(word: str) -> bool:
     """Whether a word is written as the Hub writes names of models, ``ORG/NAME``."""
-    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", word, re.ASCII) is not None
+    return not word.endswith(".json") and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", word, re.ASCII) is not None
 
 
 def cached_snapshot(name: str) -> Path | None:

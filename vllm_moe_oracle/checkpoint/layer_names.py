@@ -208,6 +208,12 @@ def _listed_as_moe(model: Mapping[str, Any], index: int, is_mtp: bool) -> bool |
     return None
 
 
+_FIRST_DENSE = {"sarvam_moe": 1, "sarvam_mla": 1, "param2moe": 1}
+"""Dense layers at the beginning by model type, where vLLM's code has a default for ``first_k_dense_replace``."""
+_COUNTED_FROM_FIRST = ("sarvam_moe", "sarvam_mla")
+"""Model types whose ``moe_layer_freq`` counts from the first layer with experts."""
+
+
 def _has_experts_by_interval(model: Mapping[str, Any], index: int, where: str) -> bool:
     """Whether every range and every interval that the config states includes the layer."""
 
@@ -216,7 +222,9 @@ def _has_experts_by_interval(model: Mapping[str, Any], index: int, where: str) -
             return None
         return read_integer(model, (field,), where, MAX_LAYERS, least=0)
 
-    first = number("first_k_dense_replace") or number("num_dense_layers") or number("moe_layer_start_index") or 0
+    stated = number("first_k_dense_replace")
+    by_default = _FIRST_DENSE.get(str(model.get("model_type")), 0) if stated is None else stated
+    first = by_default or number("num_dense_layers") or number("moe_layer_start_index") or 0
     last = number("moe_layer_end_index")
     if index < first or (last is not None and index > last):
         return False
@@ -224,7 +232,8 @@ def _has_experts_by_interval(model: Mapping[str, Any], index: int, where: str) -
     if isinstance(dense_layers, list) and index in dense_layers:
         return False
     step = None if isinstance(model.get("moe_layer_freq"), list) else number("moe_layer_freq")
-    if step is not None and (step == 0 or index % step):
+    start = first if model.get("model_type") in _COUNTED_FROM_FIRST else 0
+    if step is not None and (step == 0 or (index - start) % step):
         return False
     for field in ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"):
         step = number(field)

@@ -99,8 +99,7 @@ def layer_problem(
     width = read_integer(model, INTERMEDIATE_SIZE_FIELDS, where, MAX_FEATURES, index)
     # Experts of Nemotron-3-Super and Kimi-K3 work in a latent space that is smaller than the hidden state.
     hidden = read_integer(model, HIDDEN_SIZE_FIELDS, where, MAX_FEATURES)
-    heads = model.get("num_attention_heads")
-    heads = heads if isinstance(heads, int) and heads > 0 else 0
+    heads = _attention_heads(config)
     others = [model.get(name) for name in _SHARDED_WIDTH_FIELDS]
     sizes = [size for size in others if isinstance(size, int) and size > 0]
     key_heads = model.get("num_key_value_heads")
@@ -212,11 +211,32 @@ def _check_shardable(
     ways = [each for each in (smaller, fewer, alternative) if each]
     remedy = f"Use {', or '.join(ways)}" if ways else "Use fewer ranks"
     if heads % tp:
-        rule = f"vLLM refuses {tp} ranks, which do not divide the {heads} attention heads ({heads} mod {tp} = "
-        raise CheckpointError(f"{rule}{heads % tp})", remedy, where)
+        raise CheckpointError(_heads_rule(heads, tp), remedy, where)
     over = f"{total} ranks" if dp == 1 else f"{total} ranks (TP {tp} x DP {dp})"
     rule = f"tensor parallelism over {over} does not divide the experts' intermediate size {width}"
     raise CheckpointError(f"{rule} ({width} mod {total} = {width % total})", remedy, where)
+
+
+def _attention_heads(config: CheckpointFiles) -> int:
+    """Attention heads of the model; 0 when unknown."""
+    heads = config.model_config.get("num_attention_heads")
+    return heads if isinstance(heads, int) and heads > 0 else 0
+
+
+def _heads_rule(heads: int, tp: int) -> str:
+    return f"vLLM refuses {tp} ranks, which do not divide the {heads} attention heads ({heads} mod {tp} = {heads % tp})"
+
+
+def check_attention_heads(config: CheckpointFiles, ranks: Ranks) -> None:
+    """Refuses numbers of tensor-parallel ranks that vLLM refuses for any model, whatever its experts are.
+
+    Raises:
+        CheckpointError: they do not divide the attention heads.
+    """
+    heads, tp = _attention_heads(config), ranks.tp
+    if heads % tp:
+        fewer = next(size for size in range(tp - 1, 0, -1) if not heads % size)
+        raise CheckpointError(_heads_rule(heads, tp), f"Use TP {fewer}", str(config.path))
 
 
 def _activation(config: CheckpointFiles, index: int) -> Activation:

@@ -32,6 +32,22 @@ def is_round_robin(expert_placement_strategy: str, eplb: bool, spread: bool) -> 
     return round_robin
 
 
+def why_eplb_is_refused(num_experts: int, ranks: int, device_kind: str) -> str:
+    """Why vLLM does not start with ``--enable-eplb``, as `ParallelConfig` and its MoE layer check it; "" if it does.
+
+    Args:
+        num_experts: experts of a layer on all ranks; 0 where there are none.
+        ranks: ranks with different experts.
+        device_kind: `Device.kind` of the ranks.
+    """
+    if device_kind == "cpu":
+        return "vLLM moves experts between ranks (EPLB) on GPUs only"
+    if num_experts % ranks:
+        rule = f"vLLM moves experts between ranks (EPLB) with equally many on each: {num_experts} over {ranks}"
+        return f"{rule} ranks leave {num_experts % ranks}, unless --eplb-config adds redundant ones"
+    return ""
+
+
 def as_served(
     problem: Problem, settings: Settings, lora: bool, eplb: bool, batch_invariant: bool, round_robin: bool
 ) -> Problem:
@@ -55,7 +71,8 @@ def as_served(
 
 
 def check_exchange(problem: Problem, all2all: str, device_kind: str) -> None:
-    """Refuses a layer whose tokens vLLM cannot exchange between data-parallel ranks, as a server does.
+    """Refuses a layer whose tokens vLLM cannot exchange between data-parallel ranks, or whose experts it cannot move
+    between ranks, as a server does.
 
     Args:
         problem: a layer that a backend here would run.
@@ -70,6 +87,8 @@ def check_exchange(problem: Problem, all2all: str, device_kind: str) -> None:
     if rule := why_vllm_refuses(all2all, device_kind, parallel.exchanges_tokens, parallel.dp):
         remedy = "Use --tp instead of --dp" if device_kind == "cpu" else "Choose another --all2all-backend"
         raise NoBackendError(rule, remedy, problem.layer)
+    if problem.eplb and (rule := why_eplb_is_refused(problem.num_experts, parallel.ep, device_kind)):
+        raise NoBackendError(rule, "Serve without --enable-eplb", problem.layer)
     check_hidden_size(problem, all2all)
 
 

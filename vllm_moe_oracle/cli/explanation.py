@@ -142,6 +142,8 @@ def _describe_gain(group: LayerGroup, decision: Decision) -> str:
         return "none: this is stock vLLM's own kernel"
     if missing := not_timed(group.problem):
         return f"unknown: stock vLLM was timed without {missing}"
+    if decision.is_explicit:
+        return "unknown: times decide nothing where the backend is named, and are not looked up"
     return "unknown: this layer was not measured beside stock vLLM on such a machine, and nothing is predicted"
 
 

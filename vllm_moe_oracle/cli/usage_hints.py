@@ -59,6 +59,10 @@ _OPTIONS = {
     **dict.fromkeys(("--device", "--gpu"), _OF_ALL_DEVICES),
     **dict.fromkeys(("--model", "--checkpoint", "--path", "-m"), "the model is given without an option's name"),
     **dict.fromkeys(("--tp", "--dp", "--ep"), "this command has one rank, and reads whole experts"),
+    **dict.fromkeys(
+        ("--pipeline-parallel-size", "-pp", "-p", "--pp"),
+        "stages of pipeline parallelism hold whole layers: the answer for each is the same without the option",
+    ),
     "--output": "give --jsonl FILE, --export FILE, or the shell's >",
     "-o": "give --jsonl FILE, --export FILE, or the shell's >",
     "--format": "--json prints JSON",

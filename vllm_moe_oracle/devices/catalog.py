@@ -112,7 +112,8 @@ def known_device(name: str) -> Device:
 
 
 def load_device(path: Path) -> Device:
-    """A device from a JSON file: the fields of `Device`, or an object that has them under ``device``.
+    """A device from a JSON file: the fields of `Device`, or an object that has them under ``device``. A GPU of the
+    catalog needs no more than its kind and name.
 
     Raises:
         SettingError: the file cannot be read, or does not describe a device.
@@ -141,6 +142,13 @@ def load_device(path: Path) -> Device:
             rule = f"not a device: {field} is {value:g}, for {device.kind} "
             rule += "only 0 is possible" if other else f"possible are {least} to {most}"
             raise SettingError(rule, "Leave it out where it is unknown; status --json prints a machine's own", where)
+    if device.kind == "cuda" and "capability" not in inner:
+        spec = find_spec(device.name)
+        if spec is None or spec.kind != "cuda":
+            rule = f"not a device: {device.name[:60]!r} is no GPU that is known, and its capability is missing"
+            raise SettingError(rule, 'Add "capability": 90 for sm_90', where)
+        known = {name: getattr(spec, name) for name in ("capability", "sm_count", "memory_gib") if name not in inner}
+        device = dataclasses.replace(device, **known)
     return device
 
 

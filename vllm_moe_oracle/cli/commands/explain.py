@@ -14,7 +14,7 @@ from ... import checkpoint, methods
 from ...checkpoint import MoeLayers
 from ...checkpoint.layer_names import compact_layer_names
 from ...checkpoint.ranks import Ranks
-from ...checkpoint.serving import as_served, is_round_robin
+from ...checkpoint.serving import as_served, is_round_robin, why_eplb_is_refused
 from ...compat import check_platform, check_release, ignored_env_vars
 from ...core.lora import targets_experts
 from ...core.overrides import unmatched_override_error, unmatched_overrides
@@ -207,9 +207,14 @@ class _Server:
         if not (layers.problems or layers.mtp_problems or layers.unquantized or layers.unsupported_formats):
             return ""
         ranks = self.ranks
-        return why_vllm_refuses(
+        refused = why_vllm_refuses(
             ranks.all2all, self.device.kind, ranks.exchanges_tokens, ranks.dp, quantized=bool(layers.method)
         )
+        if self.eplb and not refused:
+            counts = sorted({problem.num_experts for problem in (*layers.problems, *layers.mtp_problems)}) or [0]
+            reasons = (why_eplb_is_refused(count, ranks.total, self.device.kind) for count in counts)
+            refused = next(filter(None, reasons), "")
+        return refused
 
     @property
     def refused_profile(self) -> str:
@@ -450,7 +455,8 @@ def _memory_notes(groups: list[LayerGroup], device: Device) -> Iterator[str]:
     )
     if device.kind == "cuda" and gib > device.memory_gib > 0:
         rule = f"the experts alone take {gib:.0f} GiB of each rank, and {device.name} has {device.memory_gib:.0f} GiB"
-        yield f"{rule}: a server needs more ranks (--tp, --ep, or pipeline parallelism)"
+        ways = "--tp N or --dp N, or the stages of pipeline parallelism, of which this says nothing"
+        yield f"{rule}: a server needs more ranks ({ways})"
 
 
 def _registration_notes(settings: Settings, method: str, groups: list[LayerGroup], device: Device) -> Iterator[str]:

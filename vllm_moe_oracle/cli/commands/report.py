@@ -67,7 +67,8 @@ def command(
     if not content.panels and not content.servers:
         remedy = "Measure: vllm-moe-oracle tune MODEL, or bench MODEL --jsonl FILE; or name a file"
         raise MeasurementError("there is nothing to report", remedy)
-    page, plots = html_report.render(content, "vllm-moe-oracle " + shlex.join(sys.argv[1:]))
+    with output.status_spinner(f"drawing plots of {len(content.panels)} layers"):
+        page, plots = html_report.render(content, "vllm-moe-oracle " + shlex.join(sys.argv[1:]))
     _write_file(to, page)
     if svg is not None:
         make_folder(svg)
