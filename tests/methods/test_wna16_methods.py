@@ -123,6 +123,24 @@ def test_zero_points_of_a_symmetric_file_are_not_applied(name: str) -> None:
         assert whole_of(loaded(contents, name, files=files), contents) < FLOAT32
 
 
+@pytest.mark.parametrize(("factor", "told"), [(1.0, False), (2.0**-20, True)])
+def test_scales_that_the_models_dtype_changes_are_told_of_once(
+    factor: float, told: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_summary, "_model", load_summary._ModelLoad())
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    layer = dataclasses.replace(layer_of("gptq", **SIZES), dtype="float16")
+    contents = contents_of(layer)
+    files = contents.files()
+    for key in [each for each in files if each[2] == "scales"]:
+        files[key] = (files[key].to(torch.float32) * factor).to(torch.bfloat16)
+    with moe.engine():
+        made = moe.made(layer, moe.moe_config(layer, in_dtype=torch.float16))
+        moe.load(made, files)
+    warned = [each.getMessage() for each in caplog.records if "changes scales" in each.getMessage()]
+    assert len(warned) == told and all("by more than 0.8%" in each and "--dtype bfloat16" in each for each in warned)
+
+
 @pytest.mark.parametrize(
     ("packing", "bits", "word", "odd"),
     [

@@ -128,6 +128,15 @@ def require_equal(held: Tensor, new: Tensor, where: str) -> None:
         raise CheckpointError(rule, remedy, where)
 
 
+def rounding_loss(values: Tensor, dtype: torch.dtype) -> float:
+    """The largest relative error of a floating-point tensor's numbers, but for zeros, in another dtype."""
+    if values.is_meta or values.dtype == dtype or not values.is_floating_point() or not values.numel():
+        return 0.0
+    exact = values.to(torch.float32)
+    error = (values.to(dtype).to(torch.float32) - exact).abs() / exact.abs()
+    return float(torch.where(exact == 0, 0.0, error).max())
+
+
 def end_load(parameters: Iterable[Tensor]) -> None:
     """Forgets what was loaded into parameters, whose layer is complete: later loads into them bring new values."""
     for parameter in parameters:
