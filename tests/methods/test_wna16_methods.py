@@ -20,6 +20,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from tests.lib import moe_wna16_layers as moe
 from tests.lib.wna16_layers import checkpoint_of, contents_of, layer_of
 from vllm_moe_oracle import plugin
+from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.compat.layer_context import set_current_layer
 from vllm_moe_oracle.core.problem import Scheme
@@ -121,6 +122,18 @@ def test_zero_points_of_a_symmetric_file_are_not_applied(name: str) -> None:
     add_what_symmetric_files_carry(files, 32)
     with moe.engine():
         assert whole_of(loaded(contents, name, files=files), contents) < FLOAT32
+
+
+def test_a_kernel_tensor_does_not_take_the_name_of_a_layers_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of("gptq", **SIZES | {"experts": 5})
+    monkeypatch.setattr(
+        Emulation, "convert", lambda self, expert, problem, plan: {**expert, "quant_config": expert["w13"]}
+    )
+    with (
+        moe.engine(backend="emulation"),
+        pytest.raises(NoBackendError, match="converts to a tensor quant_config, which vLLM's layer has an attribute"),
+    ):
+        moe.made(layer, moe.moe_config(layer))
 
 
 @pytest.mark.parametrize(("factor", "told"), [(1.0, False), (2.0**-20, True)])
