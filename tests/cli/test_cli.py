@@ -31,6 +31,7 @@ from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.measurements import profile
 from vllm_moe_oracle.oracle.registry import ENTRY_POINT_GROUP, default_registry
+from vllm_moe_oracle.releases import min_versions
 from vllm_moe_oracle.releases.supported import NEWEST, TESTED_RELEASES
 
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}
@@ -619,6 +620,11 @@ def test_the_gain_over_stock_is_shown_where_it_is_known(
     text, found = gain("--device", "nvidia-h800")
     assert found["kind"] == "predicted" and 0 < found["error"] < 0.3
     assert re.match(r"predicted: 1\.\d\d ±0\.\d\d times as fast as humming_mxfp8, stock vLLM's kernel,", text)
+    # Before, vLLM took Marlin where it takes Humming now.
+    before = min_versions.release_before(min_versions.HUMMING_FIRST)
+    text, older = gain("--device", "nvidia-h200", "--vllm", before)
+    assert older["speedup"] > found["speedup"] and 0 < older["error"] < 0.3
+    assert "as fast as marlin_mxfp8, stock vLLM's kernel," in text
     assert gain("--device", "nvidia-a100") == ("none: this is stock vLLM's own kernel", None)
     # Neither measured nor predicted: a figure of other layers is not this one's.
     for others in (("--device", "cpu"), ("--device", "nvidia-a100", "--backend", "emulation")):

@@ -38,6 +38,18 @@ def test_every_value_of_moe_backend_is_known(release: str) -> None:
     assert set(re.findall(r'"(\w+)"', listed[1])) - {"auto"} <= MOE_BACKENDS
 
 
+@every_release
+def test_which_releases_move_humming_before_marlin(release: str) -> None:
+    folder = sources(release) / "vllm" / "model_executor" / "layers" / "fused_moe" / "oracle"
+    for name in ("int_wna16", "mxfp8"):
+        text = (folder / f"{name}.py").read_text()
+        moved = "prioritize_humming(" in text
+        assert moved == (Version(release) >= Version(min_versions.HUMMING_FIRST)), name
+        listed = re.findall(r"^ +\w+Backend\.(\w+),$", text, re.MULTILINE)
+        if "HUMMING" in listed:
+            assert listed.index("MARLIN") < listed.index("HUMMING"), name
+
+
 def test_packages_of_a_release_are_those_that_its_wheel_requires() -> None:
     assert all(each.requires.keys() == {"torch", "humming-kernels", "flashinfer-python"} for each in TESTED_RELEASES)
     assert packages_of("cuda", f"v{NEWEST.removesuffix('.0')}") == {"vllm": NEWEST, **TESTED_RELEASES[-1].requires}

@@ -13,8 +13,7 @@ from ..core.problem import Device
 from ..core.sharding import describe_loaded_group
 from ..devices.detect import installed_packages
 from ..measurements.roofline import expert_bytes
-from ..measurements.stock_gain import is_stock_kernel, not_timed, time_errors
-from ..oracle.registry import default_registry
+from ..measurements.stock_gain import not_timed, time_errors
 from . import output
 from .layer_groups import LayerGroup
 
@@ -138,7 +137,7 @@ def _describe_gain(group: LayerGroup, decision: Decision) -> str:
         return "unknown: a server starts only if the files leave other layers unquantized, see the note"
     if group.gain is not None:
         return str(group.gain)
-    if is_stock_kernel(decision, default_registry()):
+    if group.runs_stock_kernel:
         return "none: this is stock vLLM's own kernel"
     if missing := not_timed(group.problem):
         return f"unknown: stock vLLM was timed without {missing}"

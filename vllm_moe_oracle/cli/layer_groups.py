@@ -14,7 +14,7 @@ from ..core.overrides import first_match
 from ..core.problem import Device, Problem, features_for_stock
 from ..errors import NoBackendError, StandDown
 from ..measurements import lookup
-from ..measurements.stock_gain import StockGain, stock_gain, time_errors
+from ..measurements.stock_gain import StockGain, stock_choice, stock_gain, time_errors
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
 from ..oracle.stock_kernels import is_loadable, stock_candidate
@@ -35,6 +35,7 @@ class LayerGroup:
         left_to_stock: what of stock vLLM the layers are left to, its class where that is known; "" where a backend
             runs them, or nothing does.
         gain: the gain over stock vLLM, where it is known.
+        runs_stock_kernel: the layers run the kernel that stock vLLM takes alone: nothing can be gained, or lost.
         measure: the command that measures the layers, if that could improve on the static choice; else "".
         is_mtp: the layers are multi-token prediction modules, which vLLM loads as a model of their own for speculative
             decoding.
@@ -48,6 +49,7 @@ class LayerGroup:
     candidates: tuple[Candidate, ...]
     left_to_stock: str = ""
     gain: StockGain | None = None
+    runs_stock_kernel: bool = False
     measure: str = ""
     is_mtp: bool = False
     refused: str = ""
@@ -94,8 +96,14 @@ def group_layers(
             same = found.decision and dataclasses.replace(found.decision, problem=kind)
             known[case] = (kind, same, found.failure)
             if found.decision is not None and known[case] not in groups:
-                gain = stock_gain(found.decision, device, default_registry(), settings.objective)
-                found = dataclasses.replace(found, gain=gain, measure=measure if found.decision.tunable else "")
+                chosen, registry = found.decision, default_registry()
+                same_kernel = chosen.backend == stock_choice(chosen, device, registry) and not chosen.token_ranges
+                found = dataclasses.replace(
+                    found,
+                    gain=stock_gain(chosen, device, registry, settings.objective),
+                    runs_stock_kernel=same_kernel,
+                    measure=measure if chosen.tunable else "",
+                )
             groups.setdefault(known[case], found)
         before = groups[known[case]]
         groups[known[case]] = dataclasses.replace(before, names=(*before.names, problem.layer))

@@ -15,6 +15,7 @@ from ..core.objectives import Objective, parse_objective
 from ..core.problem import Device, Problem
 from ..oracle.measured_choice import LatencyCurve
 from ..oracle.registry import Registry
+from ..releases import min_versions
 from . import latency_model, profile
 from .bench_records import STOCK_DEFAULT
 from .environment import Environment
@@ -70,13 +71,22 @@ def stock_gain(decision: Decision, device: Device, registry: Registry, objective
         return None
     here, shape = Environment.of(device), kernel_shape_of(problem)
     counts = parse_objective(objective)
-    _, _, runs = registry[_static_choice(decision)].stock_class.rpartition(":")
+    stock = stock_choice(decision, device, registry)
+    _, _, runs = registry[stock].stock_class.rpartition(":") if stock else ("", "", "")
     for found in profile.comparisons_for(here):
         # Stock vLLM runs another kernel for another packing of the same shape.
         timed = found.stock_classes(shape).get(STOCK_DEFAULT, "")
         if (not runs or timed in ("", runs)) and (gain := _measured(found, shape, decision, counts)):
             return gain
-    return _over_stock_kernel(decision, registry)
+    return _over_stock_kernel(decision, stock, counts)
+
+
+def stock_choice(decision: Decision, device: Device, registry: Registry) -> str:
+    """The backend over the kernel that the machine's stock vLLM takes alone; "" if none of the accepted ones is."""
+    able = [each.backend for each in decision.candidates if each.accepted and registry[each.backend].stock_class]
+    if not min_versions.vllm_at_least_on(device, min_versions.HUMMING_FIRST):
+        able.sort(key=lambda name: "humming" in registry[name].vllm_names)
+    return next(iter(able), "")
 
 
 def not_timed(problem: Problem) -> str:
@@ -117,29 +127,34 @@ def _measured(found: profile.Profile, shape: KernelShape, decision: Decision, ob
     )
 
 
-def _over_stock_kernel(decision: Decision, registry: Registry) -> StockGain | None:
-    """The gain over the static choice by the times of the decision, where that is vLLM's own kernel and lost."""
+def _over_stock_kernel(decision: Decision, stock: str, objective: Objective) -> StockGain | None:
+    """The gain over stock's kernel by the times of the decision, where it is another one and was compared.
+
+    The error of a predicted gain over another kernel than the comparison's base is that of two independent times.
+    """
     outcome = decision.measured
-    if decision.why not in ("measured", "predicted") or outcome is None or not outcome.time_saved:
-        return None
-    base = outcome.comparison_base
-    if base != _static_choice(decision) or not registry[base].stock_class:
+    if decision.why not in ("measured", "predicted") or outcome is None:
         return None
     kind: Literal["measured", "predicted"] = "measured" if decision.why == "measured" else "predicted"
-    error = outcome.ratio_error if kind == "predicted" else None
-    stock = f"{base}, stock vLLM's kernel,"
-    return StockGain(kind, 1 / (1 - outcome.time_saved), outcome.objective, stock, outcome.source, error)
-
-
-def is_stock_kernel(decision: Decision, registry: Registry) -> bool:
-    """Whether the layer runs the kernel that stock vLLM takes alone: nothing can be gained, or lost."""
-    static = _static_choice(decision)
-    return not decision.token_ranges and decision.backend == static and bool(registry[static].stock_class)
-
-
-def _static_choice(decision: Decision) -> str:
-    """The first accepted candidate; vLLM's own kernels stand first, in vLLM's order."""
-    return next(each.backend for each in decision.candidates if each.accepted)
+    words = f"{stock}, stock vLLM's kernel,"
+    if stock == outcome.comparison_base:
+        if not outcome.time_saved:
+            return None
+        error = outcome.ratio_error if kind == "predicted" else None
+        return StockGain(kind, 1 / (1 - outcome.time_saved), outcome.objective, words, outcome.source, error)
+    times = {name: dict(points) for name, points in outcome.times}
+    if stock not in times or decision.backend == stock:
+        return None
+    runs = {count: times.get(decision.backend_for(count), {}).get(count) for count in times[stock]}
+    own = {count: us for count, us in runs.items() if us is not None}
+    curves = [LatencyCurve({"uniform": {count: times[stock][count] for count in own}}), LatencyCurve({"uniform": own})]
+    if any(curve.coverage_gap(objective) for curve in curves):
+        return None
+    slower, faster = (curve.score(objective, ["uniform"]) for curve in curves)
+    errors = dict(outcome.errors)
+    both = math.hypot(errors.get(stock, 0.0), errors.get(decision.backend, 0.0))
+    error = both if kind == "predicted" else None
+    return StockGain(kind, math.exp(slower - faster), outcome.objective, words, outcome.source, error)
 
 
 def time_errors(outcome: MeasuredOutcome) -> dict[str, float]:

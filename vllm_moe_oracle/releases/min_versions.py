@@ -37,6 +37,9 @@ DEEP_GEMM_MXFP8 = "0.24.0"
 HUMMING = "0.25.1"
 """Humming's classes use the interface of humming-kernels 0.1.10, as `compat.humming` does."""
 
+HUMMING_FIRST = "0.32.0"
+"""On sm_90 vLLM moves Humming directly before Marlin. Before, Humming is the last of its kernels but the emulation."""
+
 HUMMING_GROUPED = "0.30.0"
 """Under expert parallelism vLLM runs Humming's grouped kernels, no longer the indexed ones."""
 
