@@ -41,7 +41,7 @@ def gain() -> str:
             f"**{statistics.geometric_mean(ratios):.2f}**",
             *(dict(machine.spans).get(span, "")[:-1] for span in spans),  # without the sign of times
             f"{min(ratios):.2f} to {max(ratios):.2f}",
-            f"{len(ratios)} of {len(compared)} layers",
+            f"{len(ratios)} in {len(compared)} layers",
         )
         lines.append(f"| {' | '.join(cells)} |")
     only = ["No other GPU has been measured."] if len(lines) == 3 else []
@@ -127,7 +127,7 @@ def help_table() -> str:
                 "over stock; most other shards, expert parallelism and zero points are predicted. *Predicted*: chosen",
                 "by a latency model that is fitted to an H200 and an H100; other cards were not compared. *Static*:",
                 "vLLM's own kernels in vLLM's order, checked, without a gain until a server's first start measures;",
-                "so are 16-bit models under `--quantization mxfp4` where FlashInfer is installed. On a CPU experts run",
+                "with FlashInfer, 16-bit models under `--quantization mxfp4` are static, too. On a CPU experts run",
                 "[0.8 to 1.2 times as fast as in 16 bits](vllm_moe_oracle/ACCURACY.md#speed), in the same memory.",
                 "*Stands down*: the plugin does nothing. *Not*: models with layers that nothing here runs.",
             ),

@@ -20,7 +20,7 @@ from ..core.sharding import loaded_group_size
 from ..layouts.float16_scales import MAX_SPREAD
 from ._contract import MAX_CHECK_TOKENS, Adapters, Backend, Builder, Tensors
 from ._hopper_warmup import MAX_LOADING_WORKSPACE, token_counts, warm_up
-from ._lora import LORA_RULES
+from ._lora_rules import LORA_RULES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""Emulation: torch only, on any device; the ground truth for every other backend and the default on a CPU.
+"""Emulation: torch only, on any device; the ground truth for every other backend, and the last resort on a CPU.
 
 Weights are dequantized one expert and one matrix at a time, exactly, to float32; all products, sums and activations are
 in float32. What enters a product is rounded only where the layer says so: to the model's dtype, or to MXFP8 or MXFP4
@@ -18,7 +18,7 @@ from ..core.capabilities import Capabilities, Rule
 from ..core.decision import Numerics, ShardPlan
 from ..core.problem import Activation, ActivationPrecision, Device, Problem
 from ._contract import Adapters, Backend, Builder, Tensors
-from ._lora import LORA_RULES
+from ._lora_rules import LORA_RULES
 
 if TYPE_CHECKING:
     import torch

@@ -246,25 +246,22 @@ def _activation(config: CheckpointFiles, index: int) -> Activation:
         raise CheckpointError(f"the activation is {short_repr(word)}, not a name", where=where)
     if not re.fullmatch("[a-z0-9_]{1,64}", word.strip().lower()):
         raise CheckpointError(f"the activation {short_repr(word)!a} is not a name", where=where)
-    name = activations.canonical_name(word)
-    alpha, beta, limit = (
-        read_float(model, (f"swiglu_{part}", f"swiglu_{part}s", f"expert_swiglu_{part}_list"), where, index)
-        for part in ("alpha", "beta", "limit")
-    )
     if kind in UNGATED_MODELS:
-        return Activation(name, gated=False)
-    if name == "situ":
-        fields = activations.ACTIVATIONS[name].config_fields
-        alpha, beta = (read_float(model, (fields[part],), where, index) for part in ("alpha", "beta"))
-        return Activation(name, alpha=alpha, beta=beta if beta and beta > 0 else None)
+        return Activation(activations.canonical_name(word), gated=False)
     from_code = activations.name_for_model_type(kind)
-    if from_code == "swiglustep" and limit:
-        return Activation(from_code, limit=limit)
-    if "swigluoai" in (from_code, name):
-        stated = Activation("swigluoai", alpha=alpha, beta=beta, limit=limit, interleaved=kind == "gpt_oss")
-        return activations.with_defaults(stated)
+    name = from_code or activations.canonical_name(word)
+    alpha, beta, limit = (
+        read_float(model, activations.config_fields(name, part), where, index) for part in ("alpha", "beta", "limit")
+    )
+    if from_code == "swiglustep" and not limit:  # layers without a limit compute what the config says (Step-3.5)
+        from_code, name = "", activations.canonical_name(word)
+    if name == "situ":
+        return Activation(name, alpha=alpha, beta=beta if beta and beta > 0 else None)
     # A limit of zero switches the clamp of a layer off (Step-3.5).
-    return Activation(name, alpha=alpha, beta=beta, limit=limit or None)
+    stated = Activation(name, alpha=alpha, beta=beta, limit=limit if name == "swigluoai" else limit or None)
+    if name == "swigluoai":
+        stated = replace(stated, interleaved=kind == "gpt_oss")
+    return activations.with_defaults(stated) if from_code or name == "swigluoai" else stated
 
 
 def _routing(config: CheckpointFiles, index: int) -> Routing:

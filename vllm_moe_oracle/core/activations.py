@@ -183,6 +183,17 @@ def name_for_model_type(model_type: str) -> str:
     return _BY_MODEL_TYPE.get(model_type, "")
 
 
+def config_fields(name: str, parameter: str) -> tuple[str, ...]:
+    """Fields of a model's config that may set a parameter, ``alpha``, ``beta`` or ``limit``, of an activation.
+
+    A list has a value for each layer.
+    """
+    spec = ACTIVATIONS.get(name)
+    if spec is not None and spec.config_fields is not _SWIGLU_FIELDS:
+        return tuple(field for part, field in spec.config_fields.items() if part == parameter)
+    return f"swiglu_{parameter}", f"swiglu_{parameter}s", f"expert_swiglu_{parameter}_list"
+
+
 def vllm_name(activation: Activation) -> str:
     """vLLM's name of a layer's activation: the value of its ``MoEActivation`` member."""
     if not activation.gated:

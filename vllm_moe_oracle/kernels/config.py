@@ -1,7 +1,8 @@
 """The choice among launch configurations.
 
 A configuration may change with the number of tokens; the stored weights do not depend on it. `choose_config` takes, in
-this order: a configuration that was measured on this machine (`tuned`), the shipped table (`tiles.json`), a heuristic.
+this order: a configuration that is stored with the layer's times (`tuned`), the persistent kernels where they apply,
+the shipped table (`tiles.json`), a heuristic.
 """
 
 from __future__ import annotations
