@@ -23,6 +23,8 @@ from vllm_moe_oracle.methods import rank_agreement
 from vllm_moe_oracle.methods.rank_agreement import describe_differences, require_equal
 
 BASE = problem(experts=64, ep=2)
+INTEGERS = dataclasses.replace(BASE, scheme=Scheme("wna16", 4, 32, "gptq"))
+"""Of the MX schemes no field but the name and the activations' precision has another value."""
 NESTED = {"scheme": Scheme, "activation": Activation, "routing": Routing, "parallel": Parallel}
 
 OTHER_VALUES: dict[str, Any] = {
@@ -33,15 +35,15 @@ OTHER_VALUES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def changed(name: str) -> Problem:
+def changed(name: str, base: Problem) -> Problem:
     """The layer with another value of one field; numbers grow, flags turn."""
     outer, _, inner = name.partition(".")
-    part = getattr(BASE, outer)
+    part = getattr(base, outer)
     value = getattr(part, inner) if inner else part
     value = OTHER_VALUES.get(
         name, not value if isinstance(value, bool) else f"{value}1" if isinstance(value, str | None) else value + 1
     )
-    return dataclasses.replace(BASE, **{outer: dataclasses.replace(part, **{inner: value}) if inner else value})
+    return dataclasses.replace(base, **{outer: dataclasses.replace(part, **{inner: value}) if inner else value})
 
 
 def field_names() -> list[str]:
@@ -58,7 +60,8 @@ def test_every_field_is_compared_or_declared_local(name: str) -> None:
     if name in RANK_LOCAL_FIELDS:
         assert name not in BASE.common_fields()
         return
-    ranks = [{"layer": each.common_fields()} for each in (BASE, BASE, changed(name))]
+    base = INTEGERS if name.startswith("scheme.") else BASE
+    ranks = [{"layer": each.common_fields()} for each in (base, base, changed(name, base))]
     ((kind, text),) = describe_differences(ranks)
     assert kind == "layer" and text.startswith(f"{name} is ") and " on rank 2, " in text and "on ranks 0, 1" in text
     assert json.dumps(ranks[0]["layer"][name]) in text or "not there" in text

@@ -119,15 +119,7 @@ def find_moe_layers(
 def _find_moe_layers(
     config: CheckpointFiles, ranks: Ranks, ragged_shards: bool, online: str, vllm: str | None
 ) -> MoeLayers:
-    if ranks.total > MAX_RANKS:
-        rule = f"{ranks.total} ranks are more than {MAX_RANKS}, the most that are considered"
-        raise CheckpointError(rule, where=str(config.path))
-    architectures = config.full_config.get("architectures")
-    if removed := last_release_with(architectures if isinstance(architectures, list) else (), vllm):
-        rule = "vLLM has {} until {}: a server does not start".format(*removed)
-        raise CheckpointError(rule, f"Serve it with vLLM {removed[1]} or older", str(config.path))
-    if words := unread_experts(config):
-        raise _unread_experts_error(config, words, online, vllm)
+    _check_readable(config, ranks, online, vllm)
     names = moe_layer_names(config, vllm)
     format_of, method = _expert_formats(config, online)
     mtp_names = mtp_layer_names(config, vllm)
@@ -159,16 +151,34 @@ def _find_moe_layers(
     if model_type(config) == EVEN_SPLIT_MODEL_TYPE and any(problem.scheme.name == "wna16" for problem in problems):
         rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "
         notes += (f"{rule}weight_packed): loading fails: the weights are reported as missing",)
-    ordered = any(problem.scheme.act_order == "group" and problem.scheme.group_size != -1 for problem in problems)
-    refused = refused_linear(*config.quantization) if config.quantization is not None and problems else ""
-    # Whether linear layers are quantized at all is not looked at here: a note, and no more.
-    if not refused and ordered and min_versions.refuses_act_order_in_linear(vllm):
-        refused = (
-            f"from {min_versions.LINEAR_WITHOUT_ACT_ORDER} on, vLLM refuses linear layers with act order in groups"
-        )
-    if refused:
+    refused = _refused_linear(config, problems, vllm)
+    if refused:  # whether linear layers are quantized at all is not looked at here: a note, and no more
         notes += (f"a server does not start, unless the files leave all layers but experts unquantized: {refused}",)
     return MoeLayers(tuple(problems), tuple(unquantized), foreign, method, notes, tuple(mtp_problems), refused)
+
+
+def _check_readable(config: CheckpointFiles, ranks: Ranks, online: str, vllm: str | None) -> None:
+    """Refuses what is not asked about, or cannot be: too many ranks, a model that the release has no more, and experts
+    in fields that are not read."""
+    if ranks.total > MAX_RANKS:
+        rule = f"{ranks.total} ranks are more than {MAX_RANKS}, the most that are considered"
+        raise CheckpointError(rule, where=str(config.path))
+    architectures = config.full_config.get("architectures")
+    if removed := last_release_with(architectures if isinstance(architectures, list) else (), vllm):
+        rule = "vLLM has {} until {}: a server does not start".format(*removed)
+        raise CheckpointError(rule, f"Serve it with vLLM {removed[1]} or older", str(config.path))
+    if words := unread_experts(config):
+        raise _unread_experts_error(config, words, online, vllm)
+
+
+def _refused_linear(config: CheckpointFiles, problems: Iterable[Problem], vllm: str | None) -> str:
+    """Why vLLM refuses the model's linear layers, if they are quantized as its experts are; "" where it does not."""
+    schemes = {problem.scheme for problem in problems}
+    refused = refused_linear(*config.quantization) if config.quantization is not None and schemes else ""
+    ordered = any(scheme.act_order == "group" and scheme.group_size != -1 for scheme in schemes)
+    if not refused and ordered and min_versions.refuses_act_order_in_linear(vllm):
+        return f"from {min_versions.LINEAR_WITHOUT_ACT_ORDER} on, vLLM refuses linear layers with act order in groups"
+    return refused
 
 
 def _kinds_in_files(

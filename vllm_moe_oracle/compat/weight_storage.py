@@ -244,6 +244,11 @@ def replace_parameter(layer: nn.Module, name: str, data: Tensor, **attributes: A
     return parameter
 
 
+def is_other_attribute(layer: nn.Module, name: str) -> bool:
+    """Whether a layer has something else than a parameter under a name."""
+    return hasattr(layer, name) and name not in layer._parameters
+
+
 def register_buffers(layer: nn.Module, tensors: Iterable[Tensor], prefix: str = "") -> None:
     """Registers tensors that a kernel holds on to as buffers of its layer, unless the layer owns their memory already.
 

@@ -333,7 +333,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         names = self._parameter_names(self._scheme().shapes(self.decision.problem))
         raw = {own: getattr(layer, name).data for own, name in names.items()}
         for own, spec in weight_storage.converted_specs(self._convert, raw).items():
-            if own not in names and hasattr(layer, own) and own not in layer._parameters:
+            if own not in names and weight_storage.is_other_attribute(layer, own):
                 rule = (
                     f"backend {self.backend.name} converts to a tensor {own}, which vLLM's layer has an attribute for"
                 )
