@@ -244,7 +244,16 @@ def disabled_entry_points() -> dict[str, str]:
         chosen = settings.load()
     except SettingError:  # reported where the settings are used
         return {}
-    return {name: f"not imported: disabled by {chosen.source('disable')}" for name in chosen.disable}
+    return {name: f"{_SKIPPED}: disabled by {chosen.source('disable')}" for name in chosen.disable}
+
+
+_SKIPPED = "not imported"
+
+
+def describe_load_error(name: str, reason: str) -> str:
+    """The entry of `Registry.load_errors` as a sentence. An entry point that was disabled did not fail."""
+    how = "was" if reason.startswith(_SKIPPED) else "could not be loaded:"
+    return f"the backend of the entry point {sanitize(name)} {how} {reason}"
 
 
 @cache
@@ -254,7 +263,5 @@ def default_registry() -> Registry:
     found = discover(installed_entry_points(), skipped)
     for name, reason in found.load_errors.items():
         if name not in skipped:
-            logger.warning(
-                "moe_oracle: the backend of the entry point %s could not be loaded: %s", sanitize(name), reason
-            )
+            logger.warning("moe_oracle: %s", describe_load_error(name, reason))
     return found

@@ -25,7 +25,7 @@ from ...errors import LeftToStockError, SettingError, StandDown
 from ...measurements.lookup import cache_error, profile_error
 from ...measurements.roofline import expert_bytes
 from ...measurements.tune_command import tune_command
-from ...oracle.registry import default_registry
+from ...oracle.registry import default_registry, describe_load_error
 from ...oracle.selection import check_backend_names
 from ...releases.all2all import DEFAULT_ALL2ALL, all2all_names, effective_all2all, why_vllm_refuses
 from ...releases.supported import NEWEST, RELEASES, packages_of
@@ -411,7 +411,7 @@ def _server_notes(server: _Server, method: str, groups: list[LayerGroup]) -> Ite
     yield from _group_notes(groups)
     yield from _memory_notes(groups, device)
     for name, reason in default_registry().load_errors.items():
-        yield f"the backend of the entry point {name} could not be loaded: {reason}"
+        yield describe_load_error(name, reason)
     if unwritable := why_unwritable_report(settings):
         yield f"{unwritable}; a server warns, and starts"
     if unused := profile_error(settings):

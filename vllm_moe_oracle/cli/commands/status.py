@@ -25,7 +25,13 @@ from ...devices.detect import installed_packages
 from ...errors import OracleError, SettingError
 from ...measurements.lookup import profile_error
 from ...measurements.store import Store
-from ...oracle.registry import Registry, disabled_entry_points, discover, installed_entry_points
+from ...oracle.registry import (
+    Registry,
+    describe_load_error,
+    disabled_entry_points,
+    discover,
+    installed_entry_points,
+)
 from ...oracle.selection import check_backend_names
 from ...plugin import PluginState, expected_state
 from ...settings import Settings, cache_dir, excluded_by_vllm
@@ -111,7 +117,7 @@ def _problems(report: dict[str, Any], setting_error: str) -> Iterator[str]:
         yield f"the plugin is not active: {state.reason}"
     yield from (f"the patch {name} failed: {reason}" for name, reason in state.failed.items())
     for name, reason in report["broken_backends"].items():
-        yield f"the backend of the entry point {name} could not be loaded: {reason}"
+        yield describe_load_error(name, reason)
     if report["cache"] is not None and report["cache"]["error"]:
         yield f"the cache of measurements cannot be used: {report['cache']['error']}"
 
