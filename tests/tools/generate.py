@@ -166,7 +166,7 @@ def static_order() -> str:
         layer = model_shapes.parse(name)
         layer = dataclasses.replace(layer, scheme=dataclasses.replace(layer.scheme, packing=packing))
         orders: dict[str, list[str]] = {}
-        for device in map(known_device, ORDER_DEVICES):
+        for device in map(known_device, (*ORDER_DEVICES, "cpu")):
             found = [
                 each
                 for each in default_registry().for_scheme(layer.scheme.name)
@@ -174,7 +174,7 @@ def static_order() -> str:
             ]
             ranked = sorted((each.priority(layer, device), each.name) for each in found)
             order = ", ".join(f"`{backend}` {priority:g}" for priority, backend in ranked)
-            orders.setdefault(order, []).append(str(device.capability))
+            orders.setdefault(order, []).append(str(device.capability or "a CPU"))
         lines += [f"| {title} | {', '.join(capabilities)} | {order} |" for order, capabilities in orders.items()]
     return "\n".join(lines)
 
