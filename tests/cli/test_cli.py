@@ -460,6 +460,7 @@ def test_what_the_plugin_would_not_do_is_said(run: Run, write: Write, monkeypatc
     monkeypatch.setenv("MOE_ORACLE_ENABLED", "0")
     result = run("explain", write(), "--device", "cpu")
     assert "the plugin is switched off by environment variable MOE_ORACLE_ENABLED" in result.text
+    assert "gain over stock none: the plugin is switched off, see the note" in result.text
 
 
 def test_activations_left_in_16_bits_change_the_problem(run: Run, write: Write) -> None:

@@ -135,6 +135,8 @@ def _describe_gain(group: LayerGroup, decision: Decision) -> str:
     """The gain over stock vLLM, or why none is known."""
     if group.refused:
         return "unknown: a server starts only if the files leave other layers unquantized, see the note"
+    if group.switched_off:
+        return "none: the plugin is switched off, see the note"
     if group.gain is not None:
         return str(group.gain)
     if group.runs_stock_kernel:

@@ -40,6 +40,7 @@ class LayerGroup:
         is_mtp: the layers are multi-token prediction modules, which vLLM loads as a model of their own for speculative
             decoding.
         refused: why vLLM does not start with the model's other layers, so that nothing is gained; "" where it does.
+        switched_off: the plugin would not be registered, so that nothing is gained.
     """
 
     names: tuple[str, ...]
@@ -53,6 +54,7 @@ class LayerGroup:
     measure: str = ""
     is_mtp: bool = False
     refused: str = ""
+    switched_off: bool = False
 
     @property
     def layers(self) -> str:

@@ -244,6 +244,8 @@ class _Server:
         groups = [*model, *(dataclasses.replace(group, is_mtp=True) for group in drafts)]
         if layers.refused:
             groups = [dataclasses.replace(group, gain=None, measure="", refused=layers.refused) for group in groups]
+        if not self.settings.enabled or excluded_by_vllm():
+            groups = [dataclasses.replace(group, gain=None, measure="", switched_off=True) for group in groups]
         return groups
 
 
