@@ -21,6 +21,7 @@ from vllm_moe_oracle.core.decision import ShardPlan
 from vllm_moe_oracle.core.problem import Activation, Problem, Routing, Scheme
 from vllm_moe_oracle.errors import OracleError
 from vllm_moe_oracle.layouts.row_blocks import pack_row_blocks, unpack_row_blocks
+from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.settings import Settings
 
@@ -298,3 +299,17 @@ def test_kernels_that_keep_the_weights_quantized_go_before_it() -> None:
     layer = layer_of("mxfp4")
     assert decide(layer, able, Settings()).backend == "cpu_mxfp4"
     assert decide(layer, CPU, Settings()).backend == NAME
+
+
+def test_ranks_with_other_numbers_of_experts_come_to_one_verdict_of_memory() -> None:
+    """Five experts over two ranks, on a machine that holds five and not six."""
+    layers = [
+        dataclasses.replace(problem(num_experts=5, local_experts=local, top_k=2, ep=2), num_layers=48)
+        for local in (3, 2)
+    ]
+    five = 5 * 3 * 2048 * 768 * 2 * 48 / 2**30
+    for room, refused in ((1.01 * five, False), (0.99 * five, True)):
+        device = dataclasses.replace(CPU, memory_gib=room / 0.7)
+        found = [default_registry()[NAME].check(each, device).reasons for each in layers]
+        assert [[reason.code for reason in each] for each in found] == [["memory"] * refused] * 2
+        assert all("a machine with more memory" in reason.remedy for each in found for reason in each)

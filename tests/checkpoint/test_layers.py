@@ -220,6 +220,23 @@ def test_every_way_of_saying_which_layers_have_experts(
     assert [int(problem.layer.split(".")[2]) for problem in found] == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("sarvam_moe", {}, list(range(1, 48))),
+        ("sarvam_moe", {"first_k_dense_replace": 0}, list(range(48))),
+        ("sarvam_moe", {"first_k_dense_replace": 2, "moe_layer_freq": 3}, list(range(2, 48, 3))),
+        ("param2moe", {}, list(range(1, 48))),
+        ("qwen3_moe", {}, list(range(48))),
+    ],
+)
+def test_models_with_a_default_of_their_own_for_dense_layers(
+    kind: str, changes: dict[str, Any], expected: list[int], explain: Any
+) -> None:
+    found = explain(quantized(model_type=kind, **changes)).problems
+    assert [int(problem.layer.split(".")[2]) for problem in found] == expected
+
+
 def test_layers_may_differ_in_size(explain: Any) -> None:
     found = explain(quantized(num_experts=[64] * 8 + [128] * 40)).problems
     assert [problem.num_experts for problem in found] == [64] * 8 + [128] * 40

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.quantization import patterns
-from vllm_moe_oracle.quantization.patterns import BoundedPattern, MatchBudget, PatternList, WildcardPattern
+from vllm_moe_oracle.quantization.patterns import BoundedPattern, MatchBudget, NameParts, PatternList, WildcardPattern
 
 NAMES = [
     "", "lm_head", "model.layers.0.mlp.gate", "model.layers.10.mlp.experts.3.gate_proj", "a", "ab", "aab", "A.B\n",
@@ -179,3 +179,22 @@ def test_a_wildcard_matches_as_fnmatch_does() -> None:
             assert wildcard.match(name, budget) == fnmatch.fnmatchcase(name, text), (text, name)
     with pytest.raises(CheckpointError, match="has 30000 characters"):
         WildcardPattern("*" * 30_000, budget)
+
+
+@given(st.lists(st.text("ab.", max_size=5), max_size=60), st.text("ab.", max_size=12))
+def test_parts_of_a_name_are_those_that_it_holds(parts: list[str], name: str) -> None:
+    """By either way: of few texts each is looked for, of many each part of the name is looked up."""
+    found = NameParts(parts, MatchBudget("here"))
+    held = {part for part in parts if part in name}
+    assert {*found.within(name)} == held and found.any_within(name) == bool(held)
+
+
+def test_long_lists_of_names_take_bounded_time() -> None:
+    """200,000 names of 5 lengths, looked up in as many."""
+    names = [f"model.layers.{index}.mlp.experts" for index in range(200_000)]
+    parts = NameParts([f"{name}.x" for name in names], MatchBudget("here"))
+    begin = time.thread_time()
+    with pytest.raises(CheckpointError, match=r"take more than 1\.0 s"):
+        while True:
+            assert not any(map(parts.any_within, names))
+    assert time.thread_time() - begin < 2 * patterns.MAX_SECONDS

@@ -122,7 +122,8 @@ HELD_OUT = (
     layer_of("int4_g128:llama-4-maverick@tp8", INT4, 128, 1, 5120, 1024, tp=8),
     layer_of("awq:grok-2@ep4", AWQ, 8, 2, 8192, 16384, ep=4),
 )
-"""Layers that no fit and no profile takes. Their times judge the choices of `tests.tools.oracle_quality`."""
+"""Layers that `fit_latency` and `merge_times` refuse, timed only if `--only` names them. Their times judge the choices
+of `tests.tools.oracle_quality`."""
 
 
 def main() -> int:
@@ -152,7 +153,11 @@ def main() -> int:
     command += f" --only {options.only}" * bool(options.only) + f" --backend {options.backend}" * bool(backends)
     command += " --stock" * options.stock
     command += " --listed" * options.listed + f" --tiles {options.tiles}" * bool(options.tiles)
-    layers = [*LAYERS[options.skip :], *HELD_OUT, *(model_shapes.served_problems() if options.listed else ())]
+    layers = [
+        *LAYERS[options.skip :],
+        *(HELD_OUT if options.only else ()),
+        *(model_shapes.served_problems() if options.listed else ()),
+    ]
     words = options.only.split(",")
     exact = {word: [each for each in layers if each.layer == word] for word in words}
     named = (each for word in words for each in exact[word] or [one for one in layers if word in one.layer])

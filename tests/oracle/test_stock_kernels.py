@@ -13,8 +13,9 @@ from vllm_moe_oracle.core.problem import Activation, Device, Parallel, Problem, 
 from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import automatic_choices, decide, evaluate_candidates
-from vllm_moe_oracle.oracle.stock_kernels import is_loadable, stock_candidate
-from vllm_moe_oracle.releases.supported import NEWEST, RELEASES
+from vllm_moe_oracle.oracle.stock_kernels import is_loadable, stock_candidate, stock_wrappers
+from vllm_moe_oracle.releases.min_versions import HUMMING_FIRST, release_before
+from vllm_moe_oracle.releases.supported import NEWEST, RELEASES, packages_of
 from vllm_moe_oracle.settings import Settings
 
 SCHEMES = {
@@ -78,6 +79,19 @@ def test_no_gpu_gets_the_emulation_unasked(release: str) -> None:
         outcomes.add("kernel")
         assert decision.backend != "emulation" and "emulation" not in automatic_choices(decision.candidates)
     assert outcomes == {"kernel", "stock", "none"}
+
+
+@pytest.mark.parametrize(("release", "first"), [(NEWEST, "humming"), (release_before(HUMMING_FIRST), "marlin")])
+@pytest.mark.parametrize("name", ["mxfp8", "int4", "int4 awq", "int8"])
+def test_stocks_order_is_that_of_the_machines_release(name: str, release: str, first: str) -> None:
+    layer, device = problem(scheme=SCHEMES[name]), dataclasses.replace(H200, packages=packages_of("cuda", release))
+    candidates = evaluate_candidates(layer, device, Settings())
+    found = [each.backend for each in stock_wrappers(candidates, layer, device, default_registry()) if each.accepted]
+    assert found[0] == f"{first}_{layer.scheme.name}" and {"humming", "marlin"} <= {
+        each.partition("_")[0] for each in found
+    }
+    # The static order stays that of the newest release.
+    assert next(each.backend for each in candidates if each.accepted).startswith("humming")
 
 
 def test_stock_is_named_for_what_its_class_does_not_ask_alone() -> None:

@@ -29,7 +29,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tests.gpu.unlisted_layers import LAYERS
+from tests.gpu.unlisted_layers import HELD_OUT, LAYERS
 from tests.tools.kernel_choices import UNLISTED, is_still_chosen, known_replaced
 from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.devices.catalog import find_spec
@@ -132,8 +132,11 @@ def _fitted_stack() -> Environment:
     return next(each.environment for each in profile.shipped() if each.environment.gpu == GPUS[0])
 
 
+_HELD_OUT = frozenset(map(kernel_shape_of, HELD_OUT))
+
+
 def _is_fitted(shape: KernelShape) -> bool:
-    return not (shape.act_order or shape.batch_invariant)
+    return not (shape.act_order or shape.batch_invariant) and shape not in _HELD_OUT
 
 
 @cache

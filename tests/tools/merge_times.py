@@ -24,11 +24,12 @@ from pathlib import Path
 
 import msgspec
 
+from tests.gpu.unlisted_layers import HELD_OUT
 from tests.tools import kernel_choices
 from vllm_moe_oracle.measurements import profile
 from vllm_moe_oracle.measurements.bench_records import read_samples
 from vllm_moe_oracle.measurements.environment import Environment
-from vllm_moe_oracle.measurements.kernel_shape import KernelShape, Sample
+from vllm_moe_oracle.measurements.kernel_shape import KernelShape, Sample, kernel_shape_of
 from vllm_moe_oracle.oracle.measured_choice import MAX_TOKEN_RATIO
 
 
@@ -90,6 +91,11 @@ def by_profile(
     return found
 
 
+def held_out(new: Mapping[KernelShape, list[Sample]]) -> list[str]:
+    """Names of the layers among a benchmark's that no profile may have."""
+    return sorted(each.layer for each in HELD_OUT if kernel_shape_of(each) in new)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -98,6 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for file in options.files:
         environment, conditions, new = read_samples(file)
+        if held := held_out(new):
+            parser.error(f"{file}: {', '.join(held)}: layers of HELD_OUT judge choices, and make none")
         shipped = shipped_for(environment.gpu, environment.packages)
         if not shipped and options.new:
             path = profile.SHIPPED_FOLDER / f"{options.new}.json"

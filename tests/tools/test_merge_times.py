@@ -116,6 +116,12 @@ def test_another_stack_begins_a_profile_of_its_own(
     ).read_bytes()
 
 
+def test_layers_that_judge_choices_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        merge_times.main([str(golden_files.newest("choice-6"))])
+    assert "mxfp8:ling-1t@tp8" in capsys.readouterr().err
+
+
 def test_times_of_other_kernels_are_refused() -> None:
     other = msgspec.structs.replace(SHIPPED.environment, kernels="0" * 16)
     with pytest.raises(ValueError, match="0000000000000000"):

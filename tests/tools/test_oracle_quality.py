@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.gpu.unlisted_layers import HELD_OUT, LAYERS
-from tests.tools import oracle_quality
+from tests.gpu.unlisted_layers import HELD_OUT
+from tests.tools import fit_latency, oracle_quality
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.devices import catalog
 from vllm_moe_oracle.measurements import model_shapes, profile
@@ -94,10 +94,13 @@ def test_choices_are_within_the_allowed_slowdown() -> None:
 
 
 def test_predictions_choose_well_for_layers_that_nothing_was_fitted_to() -> None:
-    held_out = {layer.layer for layer in HELD_OUT}
-    assert not held_out & {layer.layer for layer in LAYERS}
-    found = [row for row in oracle_quality.read()[0] if row.layer in held_out]
-    assert len({row.layer for row in found}) == 8 and {row.why for row in found} == {"predicted"}
+    held_out = {layer.layer: kernel_shape_of(layer) for layer in HELD_OUT}
+    fitted = {row.shape for row in fit_latency.read_rows()}
+    measured = {entry.kernel_shape for each in profile.shipped() for entry in each.entries}
+    assert len(fitted) > 80 and not {*held_out.values()} & (fitted | measured)
+    rows, _ = oracle_quality.read()
+    found = [row for row in rows if row.layer in held_out]
+    assert found == [row for row in rows if row.why == "predicted"] and len({row.layer for row in found}) == 8
     assert oracle_quality.good_enough(found)
 
 

@@ -209,6 +209,11 @@ class HummingBackend(StockBackend):
         """Directly before Marlin on sm_90, as in stock vLLM."""
         return self.preferred_priority if prefers_humming(device) else self.static_priority
 
+    def stock_priority(self, problem: Problem, device: Device) -> float:
+        """Behind Marlin in releases that do not move it."""
+        moved = min_versions.vllm_at_least_on(device, min_versions.HUMMING_FIRST)
+        return self.priority(problem, device) if moved else self.static_priority
+
     def plan(self, problem: Problem, device: Device) -> ShardPlan:
         """The layer's own sizes: only the library sees the padding."""
         return ShardPlan(problem.hidden_size, problem.intermediate_size, layout=code_layout(device))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ..core.decision import ShardPlan
-from ..core.problem import Problem
+from ..core.problem import Device, Problem
 from ._contract import Backend, Builder, Tensors
 
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts"
@@ -40,6 +40,10 @@ class StockBackend(Backend):
     quantize_inputs: ClassVar[str] = ""
     swizzle_input_scales: ClassVar[bool] = False
     padded_layer: ClassVar[bool] = False
+
+    def stock_priority(self, problem: Problem, device: Device) -> float:
+        """Its place in the list of the machine's vLLM, lowest first. `priority` is that of the newest supported one."""
+        return self.priority(problem, device)
 
     def stock_arguments(self, tensors: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Any]:
         """Arguments of `Builder.stock`; a subclass adds its own.

@@ -124,7 +124,7 @@ def _find_moe_layers(
     format_of, method = _expert_formats(config, online)
     mtp_names = mtp_layer_names(config, vllm)
     kinds_in_files, unread = _kinds_in_files(config, (names | mtp_names).values())
-    if method != "moe_wna16" and config.quantization is not None and takes_modules_from_files(*config.quantization):
+    if config.quantization is not None and takes_modules_from_files(*config.quantization, method):
         format_of = _without(format_of, {name for name, each in kinds_in_files.items() if are_in_16_bits(each)})
     problems: list[Problem] = []
     mtp_problems: list[Problem] = []

@@ -257,10 +257,9 @@ def _activation(config: CheckpointFiles, index: int) -> Activation:
         from_code, name = "", activations.canonical_name(word)
     if name == "situ":
         return Activation(name, alpha=alpha, beta=beta if beta and beta > 0 else None)
-    # A limit of zero switches the clamp of a layer off (Step-3.5).
-    stated = Activation(name, alpha=alpha, beta=beta, limit=limit if name == "swigluoai" else limit or None)
-    if name == "swigluoai":
-        stated = replace(stated, interleaved=kind == "gpt_oss")
+    # A limit of zero switches the clamp of a layer off (Step-3.5), but for a formula that has a limit built in.
+    limit = limit if name == "swigluoai" else limit or None
+    stated = Activation(name, alpha=alpha, beta=beta, limit=limit, interleaved=kind == "gpt_oss")
     return activations.with_defaults(stated) if from_code or name == "swigluoai" else stated
 
 

@@ -135,9 +135,9 @@ def _convert_one(
     ready = {}
     for name in sorted(specs.keys() | after.keys()):
         tensor = after.get(name)
-        found = None if tensor is None else TensorSpec.of(tensor)
-        if tensor is None or found != specs.get(name):
-            rule = f"expert {index}'s {name} became {found}, the first one's is {specs.get(name)}"
+        if tensor is None or TensorSpec.of(tensor) != specs.get(name):
+            became = "is missing" if tensor is None else f"became {TensorSpec.of(tensor)}"
+            rule = f"expert {index}'s {name} {became}, the first one's is {specs.get(name, 'missing')}"
             raise LifecycleError(rule, "The backend's conversion depends on values, which its contract forbids")
         if tensor is not before.get(name) or name not in in_place:
             # A view of memory that is about to be overwritten must be copied first.

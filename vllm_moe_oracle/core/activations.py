@@ -188,10 +188,8 @@ def config_fields(name: str, parameter: str) -> tuple[str, ...]:
 
     A list has a value for each layer.
     """
-    spec = ACTIVATIONS.get(name)
-    if spec is not None and spec.config_fields is not _SWIGLU_FIELDS:
-        return tuple(field for part, field in spec.config_fields.items() if part == parameter)
-    return f"swiglu_{parameter}", f"swiglu_{parameter}s", f"expert_swiglu_{parameter}_list"
+    field = (ACTIVATIONS.get(name) or ActivationSpec(name, "unknown")).config_fields.get(parameter)
+    return (field, f"{field}s", f"expert_{field}_list") if field else ()
 
 
 def vllm_name(activation: Activation) -> str:

@@ -1,7 +1,7 @@
 """The choice among launch configurations.
 
 A configuration may change with the number of tokens; the stored weights do not depend on it. `choose_config` takes, in
-this order: a configuration that is stored with the layer's times (`tuned`), the persistent kernels where they apply,
+this order: the persistent kernels where they apply, a configuration that is stored with the layer's times (`tuned`),
 the shipped table (`tiles.json`), a heuristic.
 """
 

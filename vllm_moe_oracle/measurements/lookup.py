@@ -24,8 +24,8 @@ from ..core.problem import Device, Problem
 from ..errors import BackendDefect, MeasurementError, SettingError, mentions_out_of_memory, sanitize
 from ..oracle.checked_backend import is_own
 from ..oracle.measured_choice import LatencyCurve, choose_fastest
-from ..oracle.registry import default_registry
-from ..oracle.selection import REFERENCE_BACKEND, equivalent_backends, evaluate_candidates
+from ..oracle.registry import REFERENCE_BACKEND, default_registry
+from ..oracle.selection import equivalent_backends, evaluate_candidates
 from ..settings import Settings, cache_dir
 from ..untrusted import boundary
 from . import environment, latency_model, profile

@@ -15,7 +15,7 @@ from ..core.objectives import Objective, parse_objective
 from ..core.problem import Device, Problem
 from ..oracle.measured_choice import LatencyCurve
 from ..oracle.registry import Registry
-from ..releases import min_versions
+from ..oracle.stock_kernels import stock_wrappers
 from . import latency_model, profile
 from .bench_records import STOCK_DEFAULT
 from .environment import Environment
@@ -83,10 +83,8 @@ def stock_gain(decision: Decision, device: Device, registry: Registry, objective
 
 def stock_choice(decision: Decision, device: Device, registry: Registry) -> str:
     """The backend over the kernel that the machine's stock vLLM takes alone; "" if none of the accepted ones is."""
-    able = [each.backend for each in decision.candidates if each.accepted and registry[each.backend].stock_class]
-    if not min_versions.vllm_at_least_on(device, min_versions.HUMMING_FIRST):
-        able.sort(key=lambda name: "humming" in registry[name].vllm_names)
-    return next(iter(able), "")
+    wrappers = stock_wrappers(decision.candidates, decision.problem, device, registry)
+    return next((each.backend for each in wrappers if each.accepted), "")
 
 
 def not_timed(problem: Problem) -> str:

@@ -23,8 +23,8 @@ from ..measurements.kernel_shape import KernelShape, RoutingKind, Sample, kernel
 from ..measurements.profile import Profile
 from ..measurements.store import Store
 from ..oracle.measured_choice import MAX_TOKEN_RATIO
-from ..oracle.registry import default_registry
-from ..oracle.selection import REFERENCE_BACKEND, evaluate_candidates
+from ..oracle.registry import REFERENCE_BACKEND, default_registry
+from ..oracle.selection import evaluate_candidates
 from ..settings import Settings
 from . import engine, worker_pool
 from .broken_context import BrokenContextError

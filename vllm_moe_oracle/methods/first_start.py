@@ -19,7 +19,8 @@ from ..core.problem import Problem
 from ..errors import NoBackendError, OracleError, sanitize
 from ..measurements.bench_records import needs_longer
 from ..measurements.kernel_shape import KernelShape, kernel_shape_of
-from ..oracle.selection import REFERENCE_BACKEND, equivalent_backends
+from ..oracle.registry import REFERENCE_BACKEND
+from ..oracle.selection import equivalent_backends
 from ..settings import Settings, env_var
 from . import backend_selection, measurer, rank_sync
 

@@ -247,7 +247,9 @@ class Wna16MoEMethod(OracleMoEMethod):
         if weight_loading.rounding_loss(scales, dtype) > most:
             name = str(dtype).removeprefix("torch.")
             rule = f"{name}, the model's dtype, changes scales of the checkpoint by more than {most:.1%}"
-            words = f"{rule}, as in stock vLLM: they are near its smallest numbers. Serve with --dtype bfloat16"
+            words = (
+                f"{rule}, as in stock vLLM: it has fewer digits for numbers of their size. Serve with --dtype bfloat16"
+            )
             load_summary.warn_once(words, self.decision.problem.layer)
 
     def _check_unread(self, tensor: Tensor, name: str, shard: str, expert: int) -> None:

@@ -34,6 +34,10 @@ logger = logging.getLogger("vllm.moe_oracle")
 
 ENTRY_POINT_GROUP = "vllm_moe_oracle.backends"
 
+REFERENCE_BACKEND = "emulation"
+"""The backend that computes what the format defines, expert by expert, on any device. On a CPU it runs when no kernel
+can; on a GPU, where that would be far slower than stock vLLM, only when it is asked for by name."""
+
 
 class Registry:
     """Backends by name, in the order of their registration.
@@ -181,8 +185,7 @@ def _checked(backend: object, origin: str) -> Backend:
     if missing:
         raise RegistryError(f"the backend does not set {', '.join(missing)}", where=origin)
     checked = CheckedBackend(backend, origin)  # type: ignore[abstract]  # its methods are made from the contract
-    # A name that a backend here has is refused as a duplicate, with that backend's module.
-    vllms = () if is_own(checked) else MOE_BACKENDS - {"emulation"}
+    vllms = () if is_own(checked) else MOE_BACKENDS - {REFERENCE_BACKEND}
     if not re.fullmatch("[A-Za-z0-9_.:-]+", checked.name) or checked.name.lower() in (AUTO, *vllms):
         rule = f"{checked.name!r} cannot be a backend's name"
         raise RegistryError(rule, "Settings need letters, digits, _, ., : and -, and no name of vLLM's", origin)

@@ -29,11 +29,7 @@ from ..releases.supported import MOE_BACKENDS, NEWEST
 from ..settings import AUTO, Settings
 from .checked_backend import is_own
 from .measured_choice import LatencyCurve, MeasuredChoice, choose_fastest
-from .registry import Registry, default_registry
-
-REFERENCE_BACKEND = "emulation"
-"""The backend that computes what the format defines, expert by expert, on any device. On a CPU it runs when no kernel
-can; on a GPU, where that would be far slower than stock vLLM, only when it is asked for by name."""
+from .registry import REFERENCE_BACKEND, Registry, default_registry
 
 
 @dataclass(frozen=True, slots=True)

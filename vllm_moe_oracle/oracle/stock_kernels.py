@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..backends._stock import StockBackend
 from ..core.decision import Candidate
 from ..core.problem import Device, Problem
+from .checked_backend import unchecked
 from .registry import Registry
 
 NOT_ASKED_BY_STOCK = frozenset(
@@ -43,13 +45,33 @@ def is_loadable(candidates: Iterable[Candidate]) -> bool:
     return not any(reason.code in NOT_LOADED_BY_VLLM for each in candidates for reason in each.reasons)
 
 
+def stock_wrappers(
+    candidates: Iterable[Candidate], problem: Problem, device: Device, registry: Registry
+) -> list[Candidate]:
+    """The candidates over vLLM's own classes, in the order of the machine's release.
+
+    Args:
+        candidates: of a layer, in static order, which is that of the newest supported release.
+        problem: the layer.
+        device: the machine.
+        registry: the backends.
+    """
+
+    def place(candidate: Candidate) -> float:
+        backend = unchecked(registry[candidate.backend])
+        return backend.stock_priority(problem, device) if isinstance(backend, StockBackend) else candidate.priority
+
+    found = [each for each in candidates if each.backend in registry and registry[each.backend].stock_class]
+    return sorted(found, key=place)
+
+
 def stock_candidate(
     candidates: Iterable[Candidate], problem: Problem, device: Device, registry: Registry
 ) -> Candidate | None:
     """The wrapper of the class that stock vLLM would take on a GPU; None where there is none, and on other devices.
 
     Args:
-        candidates: of a layer that no backend can run, in static order.
+        candidates: of a layer that no backend can run.
         problem: the layer.
         device: the machine.
         registry: the backends.
@@ -57,5 +79,5 @@ def stock_candidate(
     if device.kind != "cuda":
         return None
     ignored = NOT_ASKED_BY_STOCK | PADDED_BY_STOCK if problem.scheme.name == "mxfp4" else NOT_ASKED_BY_STOCK
-    wrappers = (each for each in candidates if each.backend in registry and registry[each.backend].stock_class)
+    wrappers = stock_wrappers(candidates, problem, device, registry)
     return next((each for each in wrappers if {one.code for one in each.reasons} <= ignored), None)

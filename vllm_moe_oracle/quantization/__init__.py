@@ -98,11 +98,17 @@ def config_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     ]
 
 
-def takes_modules_from_files(config: Mapping[str, Any], where: str) -> bool:
-    """Whether vLLM takes modules to be quantized exactly if their tensors are, since the config names none."""
+def takes_modules_from_files(config: Mapping[str, Any], where: str, vllm_method: str) -> bool:
+    """Whether vLLM takes modules to be quantized exactly if their tensors are, since the config names none.
+
+    Args:
+        config: that `parse_config` accepted.
+        where: file and field, for messages.
+        vllm_method: vLLM's name of the quantization. The class of ``moe_wna16`` reads the config alone.
+    """
     method = _quant_method(config, where)
     field = _BY_METHOD[method].module_list if method in _BY_METHOD else ""
-    return bool(field) and not read_names(config, (field,), where)
+    return bool(field) and vllm_method != "moe_wna16" and not read_names(config, (field,), where)
 
 
 def refused_linear(config: Mapping[str, Any], where: str) -> str:

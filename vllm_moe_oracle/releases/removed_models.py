@@ -1,4 +1,5 @@
-"""Architectures with experts that vLLM had and has no more (``_PREVIOUSLY_SUPPORTED_MODELS`` of its registry)."""
+"""Architectures that a supported release of vLLM has and a later one has no more: ``_PREVIOUSLY_SUPPORTED_MODELS`` of
+its registry of models."""
 
 from __future__ import annotations
 
@@ -7,16 +8,51 @@ from collections.abc import Iterable
 from .min_versions import vllm_at_least
 
 LAST_RELEASES = {
+    "BaiChuanForCausalLM": "0.23.0",
+    "BaichuanForCausalLM": "0.23.0",
+    "BambaForCausalLM": "0.23.0",
     "Dots1ForCausalLM": "0.23.0",
+    "ErnieForSequenceClassification": "0.23.0",
+    "ErnieForTokenClassification": "0.23.0",
+    "ErnieModel": "0.23.0",
+    "InternLM2VEForCausalLM": "0.23.0",
+    "InternLMForCausalLM": "0.23.0",
     "MiniMaxForCausalLM": "0.23.0",
     "MiniMaxM1ForCausalLM": "0.23.0",
     "MiniMaxText01ForCausalLM": "0.23.0",
     "MiniMaxVL01ForConditionalGeneration": "0.23.0",
+    "QWenLMHeadModel": "0.23.0",
+    "QwenVLForConditionalGeneration": "0.23.0",
+    "Tarsier2ForConditionalGeneration": "0.23.0",
+    "XverseForCausalLM": "0.23.0",
+    "AquilaForCausalLM": "0.24.0",
+    "AquilaModel": "0.24.0",
+    "AyaVisionForConditionalGeneration": "0.24.0",
     "Grok1ForCausalLM": "0.24.0",
     "Grok1ModelForCausalLM": "0.24.0",
+    "MantisForConditionalGeneration": "0.24.0",
+    "MusicFlamingoForConditionalGeneration": "0.24.0",
+    "TarsierForConditionalGeneration": "0.24.0",
+    "FuyuForCausalLM": "0.25.0",
+    "PersimmonForCausalLM": "0.25.0",
+    "TeleChatForCausalLM": "0.25.0",
+    "OuroForCausalLM": "0.26.0",
+    "Plamo2ForCausalLM": "0.26.0",
     "ArcticForCausalLM": "0.28.0",
+    "ChameleonForConditionalGeneration": "0.28.0",
+    "Cheers": "0.28.0",
+    "CheersForConditionalGeneration": "0.28.0",
+    "Fairseq2LlamaForCausalLM": "0.28.0",
+    "FireRedLIDForConditionalGeneration": "0.28.0",
+    "GritLM": "0.28.0",
+    "HCXVisionForCausalLM": "0.28.0",
+    "MPTForCausalLM": "0.28.0",
+    "MptForCausalLM": "0.28.0",
+    "PrithviGeoSpatialMAE": "0.28.0",
+    "RWForCausalLM": "0.28.0",
+    "StableLMEpochForCausalLM": "0.28.0",
 }
-"""The last release that has each."""
+"""The last release that has each. A test holds the table to the newest list."""
 
 
 def last_release_with(architectures: Iterable[object], vllm: str | None) -> tuple[str, str] | None:
