@@ -195,6 +195,6 @@ def test_long_lists_of_names_take_bounded_time() -> None:
     parts = NameParts([f"{name}.x" for name in names], MatchBudget("here"))
     begin = time.thread_time()
     with pytest.raises(CheckpointError, match=r"take more than 1\.0 s"):
-        while True:
+        for _ in range(40):
             assert not any(map(parts.any_within, names))
     assert time.thread_time() - begin < 2 * patterns.MAX_SECONDS
