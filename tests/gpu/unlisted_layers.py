@@ -108,6 +108,9 @@ LAYERS = (
     layer_of("int4_g128:mixtral-8x7b@ep4", INT4, 8, 2, 4096, 14336, ep=4),
     layer_of("mxfp4:mixtral-8x22b@ep4", MXFP4, 8, 2, 6144, 16384, ep=4),
     layer_of("mxfp8:phi-3.5-moe@ep8", MXFP8, 16, 2, 4096, 6400, ep=8),
+    layer_of("int4_g128:nemotron-3-super", INT4, 512, 22, 1024, 2688, activation=RELU2),
+    layer_of("mxfp4:nemotron-3-super@tp2", MXFP4, 512, 22, 1024, 1344, tp=2, activation=RELU2),
+    layer_of("mxfp8:nemotron-3-super@tp4", MXFP8, 512, 22, 1024, 672, tp=4, activation=RELU2),
 )
 HELD_OUT = (
     layer_of("int4_g128:grok-2@tp8", INT4, 8, 2, 8192, 2048, tp=8),
@@ -118,7 +121,6 @@ HELD_OUT = (
     layer_of("mxfp4:arctic@tp4", MXFP4, 128, 2, 7168, 1216, tp=4),
     layer_of("int4_g32:step-3@tp8", integers(4, 32), 48, 3, 7168, 640, tp=8),
     layer_of("int8_channel:hunyuan-large@tp4", integers(8, -1), 16, 1, 6400, 4576, tp=4),
-    layer_of("mxfp8:nemotron-3-super@tp4", MXFP8, 512, 22, 1024, 672, tp=4, activation=RELU2),
     layer_of("int4_g128:llama-4-maverick@tp8", INT4, 128, 1, 5120, 1024, tp=8),
     layer_of("awq:grok-2@ep4", AWQ, 8, 2, 8192, 16384, ep=4),
 )

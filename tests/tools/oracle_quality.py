@@ -43,6 +43,7 @@ TABLE = FOLDER / "choice.md"
 PATTERN = "choice-*.jsonl"
 STOCK = "stock:auto"
 WITHIN, SHARE, WORST = 0.03, 0.95, 0.08
+UNCERTAIN = "uncertain"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Row:
         layer: name of the layer.
         tokens: rows of the input.
         choice: the backend that the oracle runs there.
-        why: what decided.
+        why: what decided; `UNCERTAIN` where predictions left the static choice, and a server measures the layer at its
+            first start.
         us: its time in the benchmark.
         best: the fastest backend that computes the same.
         best_us: its time.
@@ -95,7 +97,7 @@ def rows(lines: Iterator[str], chosen: settings.Settings) -> list[Row]:
 
 def _row(record: Mapping[str, Any], machine: Device, chosen: settings.Settings) -> Iterator[Row]:
     name = record["layer"]["name"]
-    layer = next((each for each in HELD_OUT if each.layer == name), None) or model_shapes.parse(name)
+    layer = next((each for each in (*HELD_OUT, *LAYERS) if each.layer == name), None) or model_shapes.parse(name)
     # The first profile of the GPU and its Triton that has the shape is used alone.
     here = Environment.of(machine)
     own = (
@@ -114,7 +116,8 @@ def _row(record: Mapping[str, Any], machine: Device, chosen: settings.Settings) 
         raise SystemExit(f"{layer.layer}, {record['tokens']} tokens: {choice} was chosen and not timed")
     best = min(times, key=lambda name: times[name])
     stock = record["us"].get(STOCK)
-    yield Row(layer.layer, record["tokens"], choice, decision.why, times[choice], best, times[best], stock, apart)
+    why = UNCERTAIN if decision.why == "predicted" and decision.tunable else decision.why
+    yield Row(layer.layer, record["tokens"], choice, why, times[choice], best, times[best], stock, apart)
 
 
 def _is_shipped(times: Mapping[str, float], answering: profile.Profile, layer: Problem, tokens: int) -> bool:
@@ -155,11 +158,13 @@ def table(found: list[Row], sources: list[str]) -> str:
     ]
     parts = {
         "Choices by shipped times of another run than these:": [
-            row for row in found if row.apart and row.why != "predicted"
+            row for row in found if row.apart and row.why not in ("predicted", UNCERTAIN)
         ],
         "Choices by predictions, for layers that neither a profile nor the latency model's fit has:": [
             row for row in found if row.why == "predicted"
         ],
+        "Static choices where predictions are too uncertain to replace them. A server measures these layers at its\n"
+        "first start; `MOE_ORACLE_MEASURE_AT_START=0` leaves them so:": [row for row in found if row.why == UNCERTAIN],
         "Choices by shipped times of the same run. This tests that one backend for all numbers of tokens\n"
         "loses little at each:": [row for row in found if not row.apart],
     }
@@ -319,6 +324,7 @@ def main() -> None:
         TABLE.write_text(text)
     elif not TABLE.exists() or TABLE.read_text() != text:
         sys.exit(f"{TABLE.name} is stale")
+    found = [row for row in found if row.why != UNCERTAIN]
     apart = [row for row in found if row.apart]
     if not all(map(good_enough, (found, apart, [row for row in apart if row.why == "predicted"]))):
         sys.exit("the choices are not good enough")

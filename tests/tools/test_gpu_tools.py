@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -217,11 +218,11 @@ def test_stock_over_ranks_answers_as_the_plugin_or_fails_as_the_page_says() -> N
 
 
 def test_servers_over_two_gpus_answer_over_http() -> None:
-    rows = {row["case"]: row for row in rows_of_two_h200s() if "http" in row["case"]}
-    assert set(rows) == {case for case in ranks.FEATURES if "http" in case}
+    rows = {(row["format"], row["case"]): row for row in rows_of_two_h200s() if "http" in row["case"]}
+    assert set(rows) == set(itertools.product(ranks.FEATURED, (case for case in ranks.FEATURES if "http" in case)))
     # One request alone and four among 60 others.
     assert all(row["ok"] and row["answers"] == 5 and row["ranks"] == 2 for row in rows.values())
-    assert rows["batch invariance, http"]["same_bits"]
+    assert all(row["same_bits"] for (_, case), row in rows.items() if "invariance" in case)
 
 
 def test_a_later_layers_first_call_is_said_as_it_was_timed() -> None:
