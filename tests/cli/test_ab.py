@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.lib.cli import Run
+from tests.lib.tiers import sampled
 from vllm_moe_oracle.cli import kept_turns, served_benchmark
 from vllm_moe_oracle.cli.commands import ab
 from vllm_moe_oracle.cli.served_benchmark import Load
@@ -358,8 +360,10 @@ def test_what_cannot_be_gone_on_with_is_refused(text: str | None, said: str, run
     assert other.status == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("where", ["start", "benchmark", "second turn"])
+@pytest.mark.parametrize(
+    ("where", "number"),
+    sampled(itertools.product(["start", "benchmark", "second turn"], [signal.SIGINT, signal.SIGTERM]), 3),
+)
 def test_an_interruption_leaves_no_server(number: signal.Signals, where: str, tmp_path: Path) -> None:
     children = tmp_path / "children"
     never = ", '--never'" if where == "start" else ""

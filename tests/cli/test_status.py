@@ -20,6 +20,7 @@ import pytest
 
 from tests.lib import fresh_process
 from tests.lib.cli import Run
+from tests.lib.tiers import sampled
 from vllm_moe_oracle import decision_records, plugin, settings
 from vllm_moe_oracle.cli import output
 from vllm_moe_oracle.cli.commands import status
@@ -323,7 +324,7 @@ def test_the_winner_is_marked_and_no_line_breaks_inside_a_pair(run: Run, monkeyp
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
+    sampled([
         ("ex", "explain"),
         ("explain x --device nvidia-h2", "nvidia-h200"),
         (f"explain x --vllm {NEWEST[:-1]}", NEWEST),
@@ -345,8 +346,8 @@ def test_the_winner_is_marked_and_no_line_breaks_inside_a_pair(run: Run, monkeyp
         ("bench --shape gpt-oss-20b,kim", "gpt-oss-20b,kimi-k2"),
         ("bench --routing s", "skewed"),
         ("verify x --device cu", "cuda"),
-    ],
-)
+    ], 4),
+)  # fmt: skip
 def test_shells_complete_commands_and_values(words: str, said: str) -> None:
     line = f"vllm-moe-oracle {words}"
     environment = {

@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.lib import cli, faulty_backends, integer_checkpoints
 from tests.lib.checkpoints import Size, rewrite_tensors, write_checkpoint
 from tests.lib.integer_checkpoints import Integers
+from tests.lib.tiers import sampled
 from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices import detect
@@ -120,14 +121,14 @@ def one_expert(tensors: Any, layer: Any, *more: Any) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [
+    sampled([
         (faulty_backends.Faulty("swapped", faulty_backends.swap_halves), "all 6 experts are wrong by themselves"),
         (faulty_backends.Faulty("scales", faulty_backends.shift("w13_scale", 1)), "all 6 experts"),
         (faulty_backends.Faulty("one", compute=one_expert), "3 are wrong by themselves"),
         (faulty_backends.Faulty("raises", compute=faulty_backends.raises), "no kernel image is available"),
-    ],
+    ], 2, 1),
     ids=lambda each: each.name if isinstance(each, faulty_backends.Faulty) else "",
-)
+)  # fmt: skip
 def test_a_wrong_kernel_is_named_with_layer_and_expert(
     run: cli.Run, model: Path, monkeypatch: pytest.MonkeyPatch, fault: faulty_backends.Faulty, words: str
 ) -> None:

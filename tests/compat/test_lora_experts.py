@@ -17,6 +17,7 @@ from vllm_moe_oracle.releases.supported import NEWEST
 pytest.importorskip("vllm", reason="its LoRA layers are used")
 
 from tests.lib import forked
+from tests.lib.tiers import sampled
 from vllm_moe_oracle.errors import BackendDefect
 
 LAYERS = {
@@ -44,7 +45,7 @@ def run(*arguments: str, before: str = "") -> Any:
     return forked.python(PROGRAM.format(before=before, arguments=list(arguments)), environment)
 
 
-@pytest.mark.parametrize("scheme", LAYERS)
+@pytest.mark.parametrize("scheme", sampled(LAYERS, 3))
 def test_adapters_do_what_merged_weights_do(scheme: str) -> None:
     """Biases, alpha and limit, rows that alternate, act order, an expert map; two adapters and none in one batch."""
     found = run("--scheme", scheme, "--layer", *LAYERS[scheme])

@@ -18,6 +18,7 @@ import functools
 import gc
 import hashlib
 import json
+import multiprocessing
 import os
 import sys
 import weakref
@@ -140,10 +141,25 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         said["kept"] = [name for name, parameter in parameters.items() if parameter() is not None]
 
 
+def fork_ranks() -> None:
+    """Ranks begin as copies of this process, as they do on a GPU. On a CPU vLLM starts new interpreters, each of which
+    imports for 14 s of a processor; they stay where the variable ``SPAWN_RANKS`` is set, for plugins that act on one
+    rank while it starts."""
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.platforms import current_platform
+    from vllm.v1.engine import coordinator, utils
+    from vllm.v1.executor import multiproc_executor
+
+    if current_platform.is_cpu() and "SPAWN_RANKS" not in os.environ:
+        for module in (coordinator, utils, multiproc_executor):
+            module.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment]
+
+
 def main(run: Callable[[dict[str, Any]], dict[str, Any]] = run) -> None:
     """Runs the jobs of the file that the first argument names; results go to the second's, after each job."""
     import vllm.entrypoints.llm  # noqa: F401
 
+    fork_ranks()
     gc.freeze()  # what the imports made: each engine's end collects several times, and walked a million objects of it
     jobs, results = map(Path, sys.argv[1:3])
     found = []

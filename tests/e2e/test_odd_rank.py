@@ -50,7 +50,7 @@ def test_every_rank_says_what_differs(case: str, tmp_path: Path) -> None:
     }  # fmt: skip
     found = vllm_runner.run(
         "run_generate.py", {case: job}, tmp_path, log, PYTHONPATH=str(plugin), ODD_RANK=case,
-        VLLM_PLUGINS="moe_oracle,odd_rank", VLLM_CPU_OMP_THREADS_BIND="0|1",
+        VLLM_PLUGINS="moe_oracle,odd_rank", VLLM_CPU_OMP_THREADS_BIND="0|1", new_interpreters=True,
     )  # fmt: skip
     assert "error" in found[case]
     raised = [line for line in log if "RankSyncError: " in line and words in line]

@@ -7,6 +7,7 @@ import torch
 from triton.compiler.errors import CompilationError
 
 from tests.lib.kernel_launches import Launch, fp8_launches, launches
+from tests.lib.tiers import sampled
 from tests.tools.kernel_digests import Digests
 from vllm_moe_oracle.core.activations import ACTIVATIONS, with_defaults
 from vllm_moe_oracle.core.problem import Activation
@@ -62,7 +63,7 @@ def test_an_unknown_formula_in_torch_is_an_error(gated: bool) -> None:
         activate(torch.zeros(1, 2), Activation("mish", gated))
 
 
-@pytest.mark.parametrize("gated", (True, False))
+@pytest.mark.parametrize("gated", sampled((False, True), 2))
 def test_kernels_compile_what_the_table_names_and_nothing_else(gated: bool) -> None:
     digests = Digests(0)
     names = {spec.kernel for spec in ACTIVATIONS.values() if spec.kernel and spec.gated == gated}

@@ -16,6 +16,7 @@ import triton.language as tl  # noqa: E402
 
 from tests.lib.interpreted import run_interpreted  # noqa: E402
 from tests.lib.kernel_launches import compile_launch, launches, stack_bytes  # noqa: E402
+from tests.lib.tiers import sampled  # noqa: E402
 from tests.tools.kernel_digests import Digests  # noqa: E402
 from vllm_moe_oracle.core.problem import Activation  # noqa: E402
 from vllm_moe_oracle.kernels.activations import activate  # noqa: E402
@@ -139,7 +140,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         check_slot_rows(x, weights, ids, addend, h[:3])
 
 
-@pytest.mark.parametrize("layer_name", ["gptoss", "nemotron"])
+@pytest.mark.parametrize("layer_name", sampled(["gptoss", "nemotron"], 2))
 def test_kernels_with_an_addend_compile_beside_those_without(layer_name: str) -> None:
     """Both first GEMMs; those without an addend have no argument for it, all other kernels are the same."""
     digests = Digests(0)

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from tests.lib.kernel_launches import LAYERS, MEASURED, compile_launch, disassemble, launches, stack_bytes  # noqa: E402
 from tests.lib.machine_code import overwritten_in_flight  # noqa: E402
+from tests.lib.tiers import sampled  # noqa: E402
 from vllm_moe_oracle.kernels import config as configs  # noqa: E402
 from vllm_moe_oracle.kernels import heuristic, launch_config  # noqa: E402
 from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig  # noqa: E402
@@ -115,7 +116,7 @@ def test_decode_kernels_compile(layer: str) -> None:
     check(layer, 64, configs.choose_launch_config(weights, top_k, 64))
 
 
-@pytest.mark.parametrize("layer", ["gptoss", "qwen-mxfp8"])
+@pytest.mark.parametrize("layer", sampled(["gptoss", "qwen-mxfp8"], 2))
 def test_float16_takes_the_instructions_of_bfloat16(layer: str) -> None:
     """One product a step, and about as many instructions and registers, with the shipped tiles."""
     format, group, hidden, inner, experts, top_k, _, bias = LAYERS[layer]
@@ -132,7 +133,7 @@ def test_float16_takes_the_instructions_of_bfloat16(layer: str) -> None:
     assert half_products == products and half_instructions <= 1.1 * instructions
 
 
-@pytest.mark.parametrize("layer", ["qwen-int4", "qwen-mxfp8"])
+@pytest.mark.parametrize("layer", sampled(["qwen-int4", "qwen-mxfp8"], 2))
 def test_kernels_without_a_k_loop_compile(layer: str) -> None:
     up = TileConfig(4, 16, 128, k_parts=4, scale_accumulators=False, no_k_loop=True)
     down = TileConfig(1, 16, 128, num_warps=8, scale_accumulators=False, no_k_loop=True, fused_topk=True)

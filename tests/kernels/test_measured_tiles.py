@@ -20,6 +20,7 @@ from tests.lib.cases import H200, problem
 pytest.importorskip("vllm", reason="what is measured runs through vLLM's modular kernel")
 
 from tests.lib.fake_backends import HERE, LAYERS, TOKEN_COUNTS, Slowed, backends, chosen, plan, ready, store  # noqa: F401
+from tests.lib.tiers import sampled
 from vllm_moe_oracle.backends import _hopper
 from vllm_moe_oracle.backends.hopper_mxfp4 import HopperMxfp4
 from vllm_moe_oracle.backends.hopper_mxfp8 import HopperMxfp8
@@ -395,7 +396,7 @@ FEW_EXPERTS = {
 
 
 @pytest.mark.parametrize("backend", [HopperMxfp8(), HopperWna16()], ids=lambda each: each.name)
-@pytest.mark.parametrize("name", FEW_EXPERTS)
+@pytest.mark.parametrize("name", sampled(FEW_EXPERTS, 3))
 def test_every_number_of_tokens_has_the_memory_that_was_planned(name: str, backend: Any) -> None:
     """vLLM allocates workspace and counters once, for the largest call; fewer tokens may need more than that call."""
     experts, ranks, top_k, hidden, inner = FEW_EXPERTS[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from tests.lib import wna16_product as product
 from tests.lib.cases import CPU, problem
+from tests.lib.tiers import sampled
 from tests.lib.wna16_canonical import to_canonical
 from tests.lib.wna16_layers import contents_of, emulation_error, layer_of
 from tests.lib.wna16_product import Cell
@@ -84,8 +86,7 @@ def test_only_features_out_of_order_have_no_kernel(capability: int) -> None:
         assert (decided(cell, capability)[0] == "") <= ordered, cell
 
 
-@pytest.mark.parametrize("packing", product.PACKINGS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "packing"), sampled(itertools.product([4, 8], product.PACKINGS), 4))
 def test_emulation_of_every_cell_equals_the_reference(packing: str, bits: int) -> None:
     for number, cell in enumerate(each for each in CELLS if (each.packing, each.bits) == (packing, bits)):
         layer = layer_of(

@@ -268,6 +268,7 @@ def shipped_page(written: tuple[subprocess.CompletedProcess[str], Path]) -> str:
     return written[1].read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 def test_the_report_needs_neither_torch_nor_vllm(written: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     ended, file = written
     lines = ended.stderr.splitlines()
@@ -605,6 +606,7 @@ def test_without_its_libraries_it_says_how_to_get_them(
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_a_browser_shows_it_in_both_themes_and_on_a_phone(tmp_path: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api")

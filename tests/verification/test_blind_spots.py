@@ -19,6 +19,7 @@ pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular k
 
 from tests.lib import faulty_backends as lib
 from tests.lib.faulty_backends import MXFP4, MXFP4_W4A4, OAI, Faulty, after, check, weights
+from tests.lib.tiers import each_once, sampled
 from vllm_moe_oracle.backends.emulation import expert_outputs, forward, ieee_fp32_matmul
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.decision import ShardPlan
@@ -50,10 +51,9 @@ FAULTS: list[tuple[Faulty, list[str]]] = [
         "torch's random numbers", "torch's threads",
     )),
 ]  # fmt: skip
-CASES = [(fault, name) for fault, names in FAULTS for name in names]
 
 
-@pytest.mark.parametrize(("fault", "name"), CASES, ids=[f"{fault.name}-{name}" for fault, name in CASES])
+@pytest.mark.parametrize(("fault", "name"), each_once(FAULTS, lambda fault: fault.name))
 def test_a_fault_is_caught(fault: Faulty, name: str) -> None:
     result = check(fault, LAYERS[name], weights(LAYERS[name]))
     print(result)
@@ -236,10 +236,10 @@ def test_calls_are_no_larger_than_the_engines() -> None:
 # --- Right kernels ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("rule", ["ceil", "floor"])
-@pytest.mark.parametrize("activation", [OAI, SILU], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype", "rule", "activation"),
+    sampled(itertools.product(ALL, ["bfloat16", "float16"], ["ceil", "floor"], [OAI, SILU]), 5),
+)
 def test_a_kernel_that_rounds_wherever_it_may_passes(name: str, dtype: str, rule: str, activation: Any) -> None:
     layer = dataclasses.replace(LAYERS[name], dtype=dtype, activation=activation)
     result = check(Faulty("rounds", compute=lib.every_rounding(rule)), layer, weights(layer))

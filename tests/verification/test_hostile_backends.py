@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.lib import faulty_backends as lib
 from tests.lib.cases import CPU, MXFP8, MXFP8_W8A8, SILU, problem
 from tests.lib.faulty_backends import MXFP4, OAI, Faulty, check, weights
+from tests.lib.tiers import each_once
 from vllm_moe_oracle.backends.emulation import expert_outputs, forward
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.problem import Parallel, Problem, Routing
@@ -189,10 +190,9 @@ FAULTS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "largest values cut off by a quarter": (lambda: on_x(lambda x: x.clamp(max=float(x.abs().max()) * 0.75)), ALL),
 }
-CASES = [(name, layer) for name, (_, layers) in FAULTS.items() for layer in layers]
 
 
-@pytest.mark.parametrize(("name", "layer"), CASES, ids=[f"{name}-{layer}" for name, layer in CASES])
+@pytest.mark.parametrize(("name", "layer"), each_once(((name, layers) for name, (_, layers) in FAULTS.items()), str))
 def test_a_fault_is_caught(name: str, layer: str) -> None:
     result = check(Faulty("wrong", compute=FAULTS[name][0]()), LAYERS[layer], weights(LAYERS[layer]))
     print(result)

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.router import cpu_router
 
 from tests.lib import faulty_backends as modular
 from tests.lib.cases import CPU, MXFP8, MXFP8_W8A8, SILU, problem
+from tests.lib.tiers import each_once
 from vllm_moe_oracle.backends.emulation import Emulation, forward
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.problem import Problem, Routing
@@ -173,7 +174,6 @@ FAULTS: list[tuple[Routes, list[str]]] = [
     (Routes("swapped halves", convert=modular.swap_halves), list(LAYERS)),
     (Routes("scales of w2 one up", convert=modular.shift("w2_scale", 1)), list(LAYERS)),
 ]
-CASES = [(fault, name) for fault, names in FAULTS for name in names]
 
 
 def check(backend: Routes, layer: Problem, held: int | None = None) -> self_check.Comparison:
@@ -186,7 +186,7 @@ def check(backend: Routes, layer: Problem, held: int | None = None) -> self_chec
     return self_check.compare_with_reference(backend, layer, plan, loaded, modular.moe_config(layer), current_adapter())
 
 
-@pytest.mark.parametrize(("fault", "name"), CASES, ids=[f"{fault.name}-{name}" for fault, name in CASES])
+@pytest.mark.parametrize(("fault", "name"), each_once(FAULTS, lambda fault: fault.name))
 def test_a_fault_is_caught(fault: Routes, name: str) -> None:
     result = check(fault, LAYERS[name])
     print(result)

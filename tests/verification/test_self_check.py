@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import re
 
 import pytest
@@ -25,6 +26,7 @@ from tests.lib.faulty_backends import (
     swizzle,
     weights,
 )
+from tests.lib.tiers import each_once, sampled
 from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.verification.tolerances import error_tolerance
 
@@ -45,10 +47,9 @@ FAULTS: list[tuple[Faulty, list[str]]] = [
     *((lib.FAULTS[name], ["situ"]) for name in ("situ's bound of gate ignored", "situ's bound of up ignored")),
     (lib.FAULTS["swiglustep's limit ignored"], ["swiglustep"]),
 ]  # fmt: skip
-CASES = [(fault, name) for fault, names in FAULTS for name in names]
 
 
-@pytest.mark.parametrize(("fault", "name"), CASES, ids=[f"{fault.name}-{name}" for fault, name in CASES])
+@pytest.mark.parametrize(("fault", "name"), each_once(FAULTS, lambda fault: fault.name))
 def test_a_fault_is_caught(fault: Faulty, name: str) -> None:
     result = check(fault, LAYERS[name], weights(LAYERS[name]))
     print(result)
@@ -56,9 +57,9 @@ def test_a_fault_is_caught(fault: Faulty, name: str) -> None:
     assert not result.skip_reason
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("size", [1e-4, 0.05, 30.0])
-@pytest.mark.parametrize("biases", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("name", "size", "biases"), sampled(itertools.product(LAYERS, [1e-4, 0.05, 30.0], [0.0, 1.0]), 5)
+)
 def test_a_faultless_backend_passes_whatever_the_weights_are_like(name: str, size: float, biases: float) -> None:
     layer = LAYERS[name]
     result = check(Faulty("none"), layer, weights(layer, size, biases))

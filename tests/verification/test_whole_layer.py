@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.lib import faulty_backends as lib
 from tests.lib.cases import CPU, MXFP8, MXFP8_W8A8, SILU, problem
 from tests.lib.faulty_backends import MXFP4, OAI, Faulty, after
+from tests.lib.tiers import each_once
 from vllm_moe_oracle.backends.emulation import Emulation, forward
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.problem import Problem
@@ -156,10 +157,9 @@ EVERYWHERE: list[tuple[Faulty, list[str]]] = [
     (Faulty("zeros", compute=lib.nothing), ["16 bit"]),
     (Faulty("limit", understand=lib.ignore(limit=None)), ["16 bit", "4 bit"]),
 ]
-CASES = [(fault, name) for fault, names in EVERYWHERE for name in names]
 
 
-@pytest.mark.parametrize(("fault", "name"), CASES, ids=[f"{fault.name}-{name}" for fault, name in CASES])
+@pytest.mark.parametrize(("fault", "name"), each_once(EVERYWHERE, lambda fault: fault.name))
 def test_a_fault_is_found(fault: Faulty, name: str) -> None:
     Twentieth.calls = 0
     found = run(fault, LAYERS[name], at_load=True)
