@@ -430,6 +430,12 @@ def test_no_test_module_imports_another() -> None:
     assert [path for path in (ROOT / "tests").rglob("*.py") if found.search(path.read_text())] == []
 
 
+def test_names_of_tests_have_fewer_than_70_characters() -> None:
+    names = re.compile(r"^ *def (test_\w+)", re.MULTILINE)
+    found = [name for path in (ROOT / "tests").rglob("test_*.py") for name in names.findall(path.read_text())]
+    assert len(found) > 2000 and [name for name in found if len(name) >= 70] == []
+
+
 PLACES = re.compile(r"(?<![\w.}$/-])/(?:home|root|Users|work|workspace|mnt|scratch)/[\w.]")
 
 

@@ -11,6 +11,7 @@ Describing a case:
 Deciding:
     `decide`, `Decision`, `format_candidates`, `NoBackendError`: one layer.
     `explain_checkpoint`, `read_checkpoint`, `find_moe_layers`: all layers of a checkpoint.
+    `OracleError`: the base of every error that these raise.
 Writing a backend:
     `Backend`, `Builder`, `Tensors`, `Capabilities`, `Rule`, `ShardPlan`, `Numerics`: the contract.
     `Registry`, `discover`, `ENTRY_POINT_GROUP`: registration.

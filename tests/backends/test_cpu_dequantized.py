@@ -301,7 +301,7 @@ def test_kernels_that_keep_the_weights_quantized_go_before_it() -> None:
     assert decide(layer, CPU, Settings()).backend == NAME
 
 
-def test_ranks_with_other_numbers_of_experts_come_to_one_verdict_of_memory() -> None:
+def test_ranks_with_other_numbers_of_experts_agree_on_memory() -> None:
     """Five experts over two ranks, on a machine that holds five and not six."""
     layers = [
         dataclasses.replace(problem(num_experts=5, local_experts=local, top_k=2, ep=2), num_layers=48)

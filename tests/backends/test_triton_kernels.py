@@ -12,7 +12,7 @@ import torch
 from tests.lib.releases import release_params, sources
 from tests.lib.stock_rules import GPT_OSS, TRITON, backend, expert, gpt_oss_layer, gpu
 from vllm_moe_oracle.backends import _triton_kernels
-from vllm_moe_oracle.backends._padding import interleave_rows, pad_expert
+from vllm_moe_oracle.backends._padding import order_rows_for_stock, pad_expert
 from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.core.problem import Activation, Problem
 
@@ -44,7 +44,7 @@ def tensors_of(
     stacks = []
     for made in (
         [chosen.convert(one, each, plan) for one in originals],
-        [interleave_rows(pad_expert(one, each, plan), each) for one in originals],
+        [order_rows_for_stock(pad_expert(one, each, plan), each) for one in originals],
     ):
         stacks.append({key: torch.stack([one[key] for one in made]) for key in made[0]})
     return plan, stacks[0], stacks[1]

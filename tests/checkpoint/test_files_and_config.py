@@ -114,7 +114,7 @@ def test_a_config_that_says_nothing_of_quantized_experts_is_noted(name: str, tmp
 
 
 @pytest.mark.parametrize("name", each_of(STORED))
-def test_a_config_that_says_that_experts_in_16_bits_are_quantized_is_noted(name: str, tmp_path: Path) -> None:
+def test_experts_in_16_bits_that_a_config_calls_quantized_are_noted(name: str, tmp_path: Path) -> None:
     config = json.loads((HEALTHY[name](tmp_path / "model") / "config.json").read_text())["quantization_config"]
     if config["quant_method"] == "gptq":  # else vLLM quantizes what the files hold quantized
         config["modules_in_block_to_quantize"] = [["mlp.experts"]]
@@ -209,4 +209,4 @@ def test_names_of_any_length_take_no_time(tmp_path: Path) -> None:
     """Names that are cut at every dot would be copied as often as they have dots."""
     header = b'{"%s": {"dtype": "I32"}}' % (b"." * (1 << 24))
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    assert tensor_headers.kinds_of_tensors(tmp_path, ["model.layers.0.mlp.experts"]) == {}
+    assert tensor_headers.expert_tensor_kinds(tmp_path, ["model.layers.0.mlp.experts"]) == {}

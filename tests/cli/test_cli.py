@@ -926,7 +926,7 @@ def test_output_that_cannot_be_written_is_one_line_and_status_2(write: Write) ->
         assert (ended.returncode, ended.stderr) == (0 if closed == "2>&-" else 2, said)
 
 
-def test_output_that_a_third_partys_backend_closes_is_one_line_and_status_2(write: Write, tmp_path: Path) -> None:
+def test_output_closed_by_a_third_party_is_one_line_and_status_2(write: Write, tmp_path: Path) -> None:
     text = "import sys\nsys.stdout.close()\nraise ImportError('no')\n"
     folder = distributions.install(
         tmp_path / "site", "closer", ENTRY_POINT_GROUP, ["close = closer:x"], {"closer": text}

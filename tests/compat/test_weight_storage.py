@@ -135,7 +135,7 @@ def test_an_expert_without_one_of_the_first_ones_tensors_is_refused() -> None:
 
 
 @pytest.mark.parametrize("experts", [1, 2, EXPERTS])
-def test_room_for_a_refused_backend_leaves_no_gaps_in_what_the_next_one_keeps(experts: int) -> None:
+def test_room_for_a_refused_backend_leaves_no_gaps_for_the_next_one(experts: int) -> None:
     layer = make_layer(experts)
     filled = raw_of(layer)
     weight_storage.reserve_expert_buffers(layer.w13_weight, weight_storage.converted_specs(grow, filled)["w13"])

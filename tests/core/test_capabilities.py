@@ -289,7 +289,7 @@ def test_parameters_without_a_meaning_are_refused(activation: Activation) -> Non
     assert reason.code == "activation.parameters.undefined" and "not defined for its" in reason.detail
 
 
-def test_alternating_rows_are_separable_exactly_where_the_loader_separates_them() -> None:
+def test_alternating_rows_are_separable_where_the_loader_separates_them() -> None:
     layer = problem(scheme=Scheme("wna16", 4, 32, "gptq"))
     for packing, zero_points in itertools.product(PACKINGS, (False, True)):
         suffixes = ("", "_scale") + ("_zero_point",) * zero_points

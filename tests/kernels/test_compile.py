@@ -234,9 +234,7 @@ MX_CONFIGURATIONS = [each for each in shipped() if "mxfp" in (LAYERS | MEASURED)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layer", "tokens", "config"), MX_CONFIGURATIONS[::8])
-def test_an_eighth_of_the_configurations_of_mx_weights_compiles_for_float16(
-    layer: str, tokens: int, config: LaunchConfig
-) -> None:
+def test_an_eighth_of_mx_configurations_compiles_for_float16(layer: str, tokens: int, config: LaunchConfig) -> None:
     check(layer, tokens, config, dtype=torch.float16)
 
 

@@ -45,11 +45,13 @@ class TreeCopy:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Copies the tracked files, as they are in the working tree, into a new folder ``tree`` of this folder."""
+        """Copies the files of the working tree into a new folder ``tree`` of this folder: those that git tracks, and
+        those that it neither tracks nor ignores."""
         self.root = root = folder / "tree"
         self.root.mkdir()
         self.environment: dict[str, str] = {}
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
         names = [name for name in listed.split("\0") if name and (ROOT / name).is_file()]
         subprocess.run(["cp", "--parents", "-t", str(root), *names], cwd=ROOT, check=True)
         self._git("init", "-q")
@@ -76,6 +78,16 @@ class TreeCopy:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+
+    def add(self, name: str, text: str) -> None:
+        """Writes a new file.
+
+        Raises:
+            FileExistsError: the tree has it: the change would be another one.
+        """
+        if (self.root / name).exists():
+            raise FileExistsError(name)
+        self.write(name, text)
 
     def commit(self) -> None:
         """Makes the files as they are what `touched` and `restore` compare with."""

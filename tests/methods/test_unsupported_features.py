@@ -222,7 +222,7 @@ def test_a_checkpoint_that_stock_vllm_does_not_read_is_an_error(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("asked", [{}, {"lora": True}, {"batched": True}])
-def test_a_layer_that_vllms_loader_cannot_fill_is_an_error_before_it_loads(
+def test_what_vllms_loader_cannot_fill_is_an_error_before_it_loads(
     asked: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = Rejected((Reason("expert_parallel.loader", "gives each of 2 ranks 3 of 7 experts", "tensor parallelism"),))

@@ -86,13 +86,13 @@ def edit(file: str, old: str, new: str) -> Change:
 
 # --- A GPU -----------------------------------------------------------------------------------------------------------
 
-_GPU = f"{PACKAGE}/devices/nvidia-h800.json"
+_GPU = f"{PACKAGE}/devices/nvidia-h150.json"
 
 
 def _add_gpu(tree: TreeCopy) -> None:
     spec = json.loads((tree.root / PACKAGE / "devices" / "nvidia-h200.json").read_text(encoding="utf-8"))
-    spec |= {"name": "NVIDIA H800", "aliases": ["h800"], "memory_gib": 80}
-    tree.write(_GPU, json.dumps(spec, indent=1) + "\n")
+    spec |= {"name": "NVIDIA H150", "aliases": ["h150"], "memory_gib": 80}
+    tree.add(_GPU, json.dumps(spec, indent=1) + "\n")
 
 
 def _bandwidth_in_terabytes(tree: TreeCopy) -> None:
@@ -162,7 +162,7 @@ def _add_backend(tree: TreeCopy) -> None:
     text = re.sub(r"from importlib\S* import .*\n", "", _example(tree))
     text = re.sub(rf"from {PACKAGE}\.api import \(.*?\)\n", imports, text, flags=re.DOTALL)
     functions = 'dequantize = scheme_functions("mxfp8").dequantize'
-    tree.write(_BACKEND, text.replace(functions, "from ..schemes.mxfp8 import dequantize\n"))
+    tree.add(_BACKEND, text.replace(functions, "from ..schemes.mxfp8 import dequantize\n"))
 
 
 _BAD_BACKENDS = {
@@ -203,7 +203,7 @@ _WRAPPER = f"{PACKAGE}/backends/marlin_mxfp8_other.py"
 def _add_wrapper(tree: TreeCopy) -> None:
     text = (tree.root / PACKAGE / "backends" / "marlin_mxfp8.py").read_text(encoding="utf-8")
     text = text.replace('"marlin_mxfp8"', '"marlin_mxfp8_other"').replace("static_priority = 30.0", _OTHER_PRIORITY)
-    tree.write(_WRAPPER, text)
+    tree.add(_WRAPPER, text)
 
 
 _OTHER_PRIORITY = "static_priority = 31.5"
@@ -271,11 +271,12 @@ DRILLS: Mapping[str, Drill] = {
         1,
         _add_gpu,
         {
-            "an alias is used twice": edit(_GPU, '"h800"', '"h200"'),
+            "an alias is used twice": edit(_GPU, '"h150"', '"h200"'),
             "bandwidth in terabytes": _bandwidth_in_terabytes,
             "a field is misspelled": edit(_GPU, '"sm_count"', '"sms"'),
         },
-        ("tests/devices",),
+        ("tests/devices tests/test_readme.py",),
+        generate=True,
     ),
     "format": Drill(
         "a checkpoint format of a known scheme: a reader and a method",
@@ -302,7 +303,8 @@ DRILLS: Mapping[str, Drill] = {
                 _BACKEND, '    """Experts in bfloat16, dequantized from MXFP8 when they are loaded."""\n', ""
             ),
         },
-        ("tests/conformance -k dequantized_once", "tests/test_architecture.py"),
+        ("tests/conformance -k dequantized_once", "tests/test_architecture.py tests/test_readme.py"),
+        generate=True,
     ),
     "wrapper": Drill(
         "a wrapper of a stock class: one file",
@@ -316,7 +318,9 @@ DRILLS: Mapping[str, Drill] = {
         (
             "tests/conformance -k marlin_mxfp8_other",
             "tests/compat/test_surface.py::test_stock_experts_take_what_they_are_given",
+            "tests/test_readme.py",
         ),
+        generate=True,
     ),
     "third-party": Drill(
         "a third party's backend: an installed distribution, no file of the tree",

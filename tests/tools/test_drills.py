@@ -25,7 +25,7 @@ def test_every_change_can_be_made(name: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(drills, "_generate", lambda tree: None)
     monkeypatch.setattr(TreeCopy, "test", lambda tree, *arguments: Run(True, "", ""))
     drill = drills.DRILLS[name]
-    if drill.generate:
+    if name == "release":
         pytest.skip("its bad forms are of generated files")
     outcome = drills.run(drill, tmp_path)
     assert outcome.noticed == dict.fromkeys(drill.bad, "") and not outcome.holds(drill)

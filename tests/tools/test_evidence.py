@@ -37,9 +37,7 @@ def test_the_least_certain_layer_counts() -> None:
     assert set(evidence.PUBLISHED) <= {each.stem for each in configs.CONFIGS.glob("*.json")}
 
 
-def test_counts_rest_on_the_times_the_configs_and_the_releases_that_are_here(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_counts_rest_on_todays_times_configs_and_releases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert not evidence.is_stale(), "run: python -m tests.tools.generate --write"
     monkeypatch.setattr(evidence, "RELEASES", ("0.27.1",))
     assert evidence.is_stale()

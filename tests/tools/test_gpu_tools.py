@@ -309,7 +309,7 @@ def test_what_is_said_of_tokens_sorted_by_expert_was_measured() -> None:
 
 
 @pytest.mark.parametrize("gpu", tile_search_table.GPUS)
-def test_the_rules_tiles_were_searched_beside_others_as_they_are_chosen_now(gpu: str) -> None:
+def test_the_rules_tiles_were_searched_as_they_are_chosen_now(gpu: str) -> None:
     rows = tile_search_table.rows(gpu)
     assert len({(row["scheme"], row["shape"]) for row in rows}) >= 12
     for row in rows:

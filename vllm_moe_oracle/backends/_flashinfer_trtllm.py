@@ -42,7 +42,7 @@ EVEN_SPLIT_RULE = Rule(
     "expert_parallel.uneven",
     lambda problem, device: problem.num_experts % problem.parallel.ep != 0,
     lambda problem, device: (
-        f"takes a rank's first expert for its rank times its number of experts, which is wrong where "
+        f"computes a rank's first expert as its rank times its number of experts, which is wrong if "
         f"{problem.num_experts} experts are spread unevenly over {problem.parallel.ep} ranks "
         f"({problem.num_experts} mod {problem.parallel.ep} = {problem.num_experts % problem.parallel.ep})"
     ),
@@ -64,7 +64,7 @@ TOP_K_BELOW_EXPERTS_RULE = Rule(
     "experts.more_than_top_k",
     lambda problem, device: problem.top_k >= problem.num_experts,
     lambda problem, device: (
-        f"needs more experts than a token chooses, the layer has {problem.num_experts} and top-{problem.top_k}"
+        f"needs more experts than a token chooses; the layer has {problem.num_experts} and top-{problem.top_k}"
     ),
 )
 

@@ -22,7 +22,7 @@ from ..core.problem import MX_BLOCK, Device, Problem
 from ..core.sharding import loaded_group_size, round_up
 from ..releases import min_versions
 from ._contract import Builder, Tensors
-from ._padding import E8M0_ONE, interleave_rows
+from ._padding import E8M0_ONE, order_rows_for_stock
 from ._stock import StockBackend
 from ._stock_priority import prefers_humming
 from ._stock_rules import FROM_SM75, STOCK_UNGATED, activation_rule, swigluoai_rule
@@ -247,7 +247,7 @@ class HummingBackend(StockBackend):
         bits, group, dtype = problem.scheme.bits, loaded_group_size(problem), getattr(torch, problem.dtype)
         order: Literal["interleaved", "transposed"] = "transposed" if plan.layout == "transposed" else "interleaved"
         integers = problem.scheme.name == "wna16"
-        ordered = interleave_rows(expert, problem) if problem.scheme.name == "mxfp4" else expert
+        ordered = order_rows_for_stock(expert, problem) if problem.scheme.name == "mxfp4" else expert
         converted = {}
         for name in ("w13", "w2"):
             codes, scales = ordered[name], ordered[f"{name}_scale"]

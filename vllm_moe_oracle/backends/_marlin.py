@@ -13,7 +13,7 @@ from ..core.capabilities import Capabilities
 from ..core.decision import ShardPlan
 from ..core.problem import MX_BLOCK, Problem
 from ._contract import Builder, Tensors
-from ._padding import interleave_rows, pad_expert
+from ._padding import order_rows_for_stock, pad_expert
 from ._stock import StockBackend
 from ._stock_rules import FROM_SM80, STOCK_GATED, STOCK_UNGATED
 
@@ -72,7 +72,7 @@ class MarlinMxBackend(MarlinBackend):
         from ..layouts.scales import permute_bias, permute_marlin_mx_scales
 
         pack = pack_nibbles if problem.scheme.bits == 4 else pack_tiles
-        padded = interleave_rows(pad_expert(expert, problem, plan), problem)
+        padded = order_rows_for_stock(pad_expert(expert, problem, plan), problem)
         converted = {}
         for name in ("w13", "w2"):
             converted[name] = pack(padded[name])

@@ -1,4 +1,4 @@
-"""Padding, and order of rows, of one expert's canonical tensors, as the kernels of others want them."""
+"""Pads and reorders one expert's canonical tensors for vLLM's kernels."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def pad_expert(
     return padded
 
 
-def interleave_rows(expert: Tensors, problem: Problem) -> dict[str, Tensor]:
+def order_rows_for_stock(expert: Tensors, problem: Problem) -> dict[str, Tensor]:
     """The rows of ``w13``, its scales and biases as vLLM's kernels expect them for the layer's activation.
 
     With gpt-oss's ``swigluoai`` the rows alternate gate and up; with all others gate rows come first, as in canonical

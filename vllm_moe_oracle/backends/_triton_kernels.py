@@ -18,7 +18,7 @@ from ..core.problem import MX_BLOCK, Device, Problem
 from ..core.sharding import round_up
 from ..releases import min_versions
 from ._contract import Builder, Tensors
-from ._padding import interleave_rows, pad_expert
+from ._padding import order_rows_for_stock, pad_expert
 from ._stock import StockBackend
 from ._stock_priority import gpt_oss_priority
 
@@ -101,7 +101,7 @@ class TritonKernelsBackend(StockBackend):
         from ..layouts.scales import swizzle_scales
         from ..layouts.triton_kernels import swizzle_hopper_codes, swizzle_hopper_scales
 
-        full = interleave_rows(pad_expert(expert, problem, plan), problem)
+        full = order_rows_for_stock(pad_expert(expert, problem, plan), problem)
         converted = {}
         for name in ("w13", "w2"):
             codes, scales = full[name], full[f"{name}_scale"]

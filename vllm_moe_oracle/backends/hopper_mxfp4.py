@@ -15,11 +15,11 @@ class HopperMxfp4(HopperBackend):
     name = "hopper_mxfp4"
     schemes = ("mxfp4",)
     capabilities = dataclasses.replace(CAPABILITIES, bits=(4,), groups=(MX_BLOCK,))
-    # Exact up to a row's spread of scales that the dtype can hold; `HopperBackend.numerics` says float16's.
+    # Exact while the dtype holds a row's spread of scales, which `HopperBackend.numerics` says for float16.
     arithmetic = Numerics("converted exactly to {dtype} and scaled in {dtype}", "left in {dtype}")
 
     def why_not_batched(self, problem: Problem) -> str:
-        """Measured in bfloat16."""
+        """Slower than Marlin on batched tokens, as measured in bfloat16."""
         return BATCHED_SLOWER if problem.dtype == "bfloat16" else super().why_not_batched(problem)
 
 

@@ -45,7 +45,7 @@ from .layer_names import (
 from .layer_problem import check_attention_heads, layer_problem, model_dtype, null_activation_note
 from .model_fields import MAX_RANKS, kinds_of_experts, model_type
 from .ranks import Ranks
-from .tensor_headers import are_in_16_bits, are_quantized, kinds_of_tensors
+from .tensor_headers import are_floating_point, are_quantized, expert_tensor_kinds
 
 __all__ = ["CheckpointFiles", "MoeLayers", "find_moe_layers", "read_checkpoint"]
 
@@ -125,7 +125,7 @@ def _find_moe_layers(
     mtp_names = mtp_layer_names(config, vllm)
     kinds_in_files, unread = _kinds_in_files(config, (names | mtp_names).values())
     if config.quantization is not None and takes_modules_from_files(*config.quantization, method):
-        format_of = _without(format_of, {name for name, each in kinds_in_files.items() if are_in_16_bits(each)})
+        format_of = _without(format_of, {name for name, each in kinds_in_files.items() if are_floating_point(each)})
     problems: list[Problem] = []
     mtp_problems: list[Problem] = []
     unquantized, foreign = [], {}
@@ -190,7 +190,7 @@ def _kinds_in_files(
         return {}, ""
     modules = {layer.modules[0]: [name for name, _ in layer.modules_in_files()] for layer in layers}
     try:
-        found = kinds_of_tensors(config.folder, {name for names in modules.values() for name in names})
+        found = expert_tensor_kinds(config.folder, {name for names in modules.values() for name in names})
     except CheckpointError as error:
         return {}, f"whether the files hold the experts as the config says is not known: {error}"
     return {layer: {kind for name in names for kind in found.get(name, ())} for layer, names in modules.items()}, ""
@@ -220,7 +220,7 @@ def _notes_on_files(
         drafts: names of those of multi-token prediction modules.
     """
     stated = quantized if config.quantization is not None else ()
-    plain = [layer for layer, each in kinds.items() if layer in stated and are_in_16_bits(each)]
+    plain = [layer for layer, each in kinds.items() if layer in stated and are_floating_point(each)]
     packed = [layer for layer, each in kinds.items() if layer not in stated and are_quantized(each)]
     source = config.quantization[1] if config.quantization is not None else ""
     notes = []

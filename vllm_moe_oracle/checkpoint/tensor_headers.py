@@ -1,8 +1,8 @@
-"""What only a checkpoint's tensors tell of experts: biases, of which no field of a GPTQ or AWQ config speaks, and
-whether they are stored as the config says.
+"""Reads what a config does not say from safetensors files: whether experts have biases, and their tensors' dtypes.
 
-AutoGPTQ wrote a bias of zeros for every matrix; those are none. The format of the files is that of safetensors: eight
-bytes with the length of a JSON object, which has type, shape and place of each tensor, then the tensors' bytes.
+No field of a GPTQ or AWQ config speaks of biases. AutoGPTQ wrote one of zeros for every matrix, which counts as none. A
+file begins with eight bytes, the length of a JSON object with dtype, shape and offsets of each tensor; their bytes
+follow.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def has_nonzero_expert_biases(folder: Path) -> bool:
 
 
 TensorKinds = Collection[tuple[str, str]]
-"""The last part of a tensor's name and its type, as files write it, of each kind of tensor that a layer's experts have.
-Biases are left out."""
+"""The last part of the name and the dtype, as files write it, of each kind of tensor that a layer's experts have;
+without biases."""
 
 
 class _Tensor(msgspec.Struct, frozen=True):
-    """What is read of a tensor whose type alone is asked for; the entry of metadata has none."""
+    """What is read of a tensor whose dtype alone is asked for; the entry of metadata has none."""
 
     dtype: str = ""
 
@@ -63,7 +63,7 @@ class _Tensor(msgspec.Struct, frozen=True):
 _TYPES = msgspec.json.Decoder(dict[str, _Tensor])
 
 
-def kinds_of_tensors(folder: Path, modules: Collection[str]) -> dict[str, set[tuple[str, str]]]:
+def expert_tensor_kinds(folder: Path, modules: Collection[str]) -> dict[str, set[tuple[str, str]]]:
     """What the safetensors files in a folder hold of experts: the `TensorKinds` under each name that has any. Only the
     files' headers are read, each once.
 
@@ -83,7 +83,7 @@ def kinds_of_tensors(folder: Path, modules: Collection[str]) -> dict[str, set[tu
             check_values(data, CheckpointError, str(path))
             tensors = _TYPES.decode(data)
         for name, tensor in tensors.items():
-            # Cut: each part that is taken off copies the rest, and foreign names may have any length.
+            # Truncated first: rpartition copies, and a name in a file may have megabytes.
             if not name.endswith("bias") and (module := _module_of(name[: longest + 1], wanted)):
                 found.setdefault(module, set()).add((name.rpartition(".")[2], tensor.dtype))
     return found
@@ -96,19 +96,19 @@ def _module_of(name: str, modules: Collection[str]) -> str:
     return name
 
 
-def are_in_16_bits(kinds: TensorKinds) -> bool:
-    """Whether there are experts, all matrices as floating-point numbers of 16 bits or more."""
+def are_floating_point(kinds: TensorKinds) -> bool:
+    """Whether there are experts, all matrices of which are floating-point numbers of 16 bits or more."""
     return bool(kinds) and all(map(_is_plain, kinds))
 
 
-def have_codes(kinds: TensorKinds) -> bool:
-    """Whether there are tensors that are no floating-point numbers of 16 bits or more."""
+def has_quantized_tensor(kinds: TensorKinds) -> bool:
+    """Whether a tensor has another dtype than floating-point numbers of 16 bits or more."""
     return any(dtype not in _DTYPE_BYTES for _, dtype in kinds)
 
 
 def are_quantized(kinds: TensorKinds) -> bool:
-    """Whether there are experts, all matrices as codes."""
-    return have_codes(kinds) and not any(map(_is_plain, kinds))
+    """Whether there are experts, all matrices of which are quantized."""
+    return has_quantized_tensor(kinds) and not any(map(_is_plain, kinds))
 
 
 def _is_plain(kind: tuple[str, str]) -> bool:

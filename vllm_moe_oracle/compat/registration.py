@@ -34,6 +34,10 @@ def patches_for(
             our wrapper by ``module:Class.method`` of the stock method.
         needs: stock module that a module of ours requires, where not every release has it.
         served: names of the quantizations whose experts get our methods.
+
+    Raises:
+        StandDown: vLLM runs on a platform that stock vLLM serves alone. It comes before the first patch, as the warning
+            about vLLM's variables that change nothing here does.
     """
     from vllm.platforms import current_platform
 
@@ -120,11 +124,11 @@ def _cpu_mxfp8_linear(linear: ModuleType) -> Patch | None:
     table = linear._POSSIBLE_MXFP8_KERNELS
     if not current_platform.is_cpu() or PlatformEnum.CPU in table:
         return None
-    kernels = _OfModelsWithExperts([linear.EmulationMxfp8LinearKernel])
+    kernels = _MoeModelKernels([linear.EmulationMxfp8LinearKernel])
     return Patch("MXFP8 linear on CPU", table, PlatformEnum.CPU, kernels)
 
 
-class _OfModelsWithExperts(list[Any]):
+class _MoeModelKernels(list[Any]):
     """Kernels that vLLM finds for the linear layers of a model with experts only."""
 
     def __iter__(self) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from .weights import PackedWeights, code_bits
 
 
 @dataclass(frozen=True)
-class Load:
+class ExpertLoad:
     """What uniform routing brings to the experts of one rank.
 
     Attributes:
@@ -31,7 +31,7 @@ class Load:
         return self.slots / self.active
 
 
-def expected_load(experts: int, num_experts: int, top_k: int, tokens: int) -> Load:
+def expected_load(experts: int, num_experts: int, top_k: int, tokens: int) -> ExpertLoad:
     """The load of a rank that holds `experts` of `num_experts` experts."""
     share = min(top_k, num_experts) / num_experts
     idle = (1.0 - share) ** tokens
@@ -42,7 +42,7 @@ def expected_load(experts: int, num_experts: int, top_k: int, tokens: int) -> Lo
     spread = math.sqrt(3.0 * max(0.0, variance))
     # Gauss-Hermite quadrature of three points: exact for the mean and the variance.
     draws = ((active, 2 / 3), (max(1.0, active - spread), 1 / 6), (min(float(experts), active + spread), 1 / 6))
-    return Load(active, tokens * top_k * experts / num_experts, draws)
+    return ExpertLoad(active, tokens * top_k * experts / num_experts, draws)
 
 
 _MIN_PROGRAMS = 330
@@ -163,7 +163,7 @@ def _wave_cost(draws: tuple[tuple[float, float], ...], rows: int, width: int, re
     """Relative time of tiles `width` weight rows wide, of which `resident` run on one SM at once.
 
     Programs run in waves, and half of the time of a last, unfilled wave is lost. Rows that fill up the last tile cost
-    as much as others. The time is the mean over `draws` of experts, as in `Load`: programs that just fill the card in
+    as much as others. The time is the mean over `draws` of `ExpertLoad`: programs that just fill the card in
     one are a wave more in the next.
     """
     tiles = -(-rows // width)
@@ -174,7 +174,7 @@ def _wave_cost(draws: tuple[tuple[float, float], ...], rows: int, width: int, re
     return (0.5 + 0.5 * lost) * tiles * width / rows
 
 
-def _few_rows_tile(weights: PackedWeights, load: Load, rows: int, columns: int, down: bool) -> TileConfig:
+def _few_rows_tile(weights: PackedWeights, load: ExpertLoad, rows: int, columns: int, down: bool) -> TileConfig:
     """The heuristic's tile for few rows per expert: the one whose programs fill the SMs best.
 
     A long K takes steps of 256 columns, with narrow tiles of more than one wave, or in 4 bits with few programs. Beside
@@ -221,7 +221,7 @@ def _swept_tiles(weights: PackedWeights, active: float) -> int:
     return 8 if programs >= (4000 if four else 16000) else 4 if programs >= 4 * _MIN_PROGRAMS else 1
 
 
-def _middle_tile(weights: PackedWeights, load: Load, rows: int, down: bool) -> TileConfig:
+def _middle_tile(weights: PackedWeights, load: ExpertLoad, rows: int, down: bool) -> TileConfig:
     """The heuristic's tile for 14 to 90 rows per expert.
 
     Heights are those that fit a Poisson-distributed number of rows: 32 rows rarely exceed a tile of 48, 44 rows one of
@@ -253,7 +253,7 @@ _TALL_TILE = TileConfig(64, 128, 64)
 """One height for both GEMMs, for one to four experts with many rows and a long second one, and for 4-bit integers."""
 
 
-def _shared_columns(weights: PackedWeights, load: Load, tile: TileConfig, tiles_per_sm: int = 3) -> TileConfig:
+def _shared_columns(weights: PackedWeights, load: ExpertLoad, tile: TileConfig, tiles_per_sm: int = 3) -> TileConfig:
     """The second GEMM's tile, its columns shared among up to eight programs while these leave SMs without work.
 
     One or two experts of 14336 columns are 32 to 128 programs. Each shares at least 1024 columns, and all together are
@@ -272,14 +272,14 @@ def _shared_columns(weights: PackedWeights, load: Load, tile: TileConfig, tiles_
     return replace(tile, split_k=max(each for each in (1, 2, 4, 8) if each <= max(1, most)))
 
 
-def prefers_small_tiles(weights: PackedWeights, load: Load) -> bool:
+def prefers_small_tiles(weights: PackedWeights, load: ExpertLoad) -> bool:
     """Whether a call of many rows runs small tiles with shared columns: of the persistent kernels' tiles, its second
     GEMM would have fewer than half of the SMs."""
     tiles = load.active * -(-weights.hidden // 256) * max(1.0, load.rows / MAX_BLOCK_TOKENS + 0.5)
     return tiles < _SMS / 2 and load.rows > 28 and _shared_columns(weights, load, _TALL_TILE).split_k > 1
 
 
-def _few_experts_config(weights: PackedWeights, load: Load) -> LaunchConfig:
+def _few_experts_config(weights: PackedWeights, load: ExpertLoad) -> LaunchConfig:
     """The heuristic's tiles where `prefers_small_tiles`: more than 28 rows for each of one to four experts.
 
     MX weights take steps of 128 columns in the first GEMM, with eight warps, which halves the programs that one SM

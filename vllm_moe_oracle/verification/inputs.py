@@ -61,7 +61,8 @@ _SLOT_LEAD = 6.0
 """Factor by which one slot of a token leads; it is another slot for each token."""
 
 MAX_HAND_OVER = 256
-"""Hand-overs at more tokens are not tried on both sides: one call with many tokens is beyond all of them."""
+"""Largest number of tokens at which a switch between kernels is checked on both sides. One call with many tokens lies
+above all larger ones."""
 
 LARGE_CALL = 2048
 """Tokens of the call with many of them. Kernels for many tokens take over at 100 to 1100."""
@@ -86,8 +87,8 @@ def sample_experts(problem: Problem, count: int = 0) -> list[int]:
 
     Args:
         problem: the layer.
-        count: number of experts to return; experts repeat where the rank has fewer. 0 for the number that a kernel
-            needs which gets routed tokens.
+        count: number of experts to return; experts repeat where the rank has fewer. 0 for one more than a token is
+            routed to, and `NUM_EXPERTS` at least.
     """
     distinct = min(problem.local_experts, count or max(NUM_EXPERTS, problem.top_k + 1))
     if distinct == 1:
@@ -156,18 +157,19 @@ def call_counts(hand_overs: Iterable[int], most: int) -> list[int]:
 
 
 def large_call(own: Sequence[int], small: Sequence[int], edges: Iterable[int], most: int, host_values: int = 0) -> int:
-    """Number of tokens of the call in which kernels for many tokens run; 0 for no such call.
+    """Number of tokens of the call that checks the kernels for many tokens; 0 for no such call.
 
-    It has as many tokens as bring the layer that serves, and the small one that is checked, beyond all hand-overs, but
-    no more than let the small one run a kernel that the layer itself never runs.
+    A hand-over is the last number of tokens of a range in which one kernel runs. The call lies above all hand-overs of
+    the served layer and of the small layer that is checked in its place, but not above the first hand-over that the
+    small layer has and the served one has not.
 
     Args:
-        own: hand-overs of the backend's kernels in the layer.
-        small: the same in the small layer. With fewer experts they come sooner.
-        edges: hand-overs besides.
-        most: most tokens of a call.
-        host_values: multiplications for each token, where there is no GPU; calls take long there, and are made only
-            beyond a hand-over. 0 on a GPU.
+        own: hand-overs of the served layer's kernels, ascending.
+        small: the same of the small layer. With fewer experts they are at fewer tokens.
+        edges: other hand-overs, e.g. of measured tiles.
+        most: largest number of tokens of a call.
+        host_values: multiplications of the first product per token on a machine without a GPU, where the call is made
+            only if there is a hand-over; 0 on a GPU.
     """
     least = max((each + 1 for each in (*own, *small[: len(own)], *edges) if each < most), default=0)
     if not host_values:
