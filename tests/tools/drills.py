@@ -275,7 +275,7 @@ DRILLS: Mapping[str, Drill] = {
             "bandwidth in terabytes": _bandwidth_in_terabytes,
             "a field is misspelled": edit(_GPU, '"sm_count"', '"sms"'),
         },
-        ("tests/devices tests/test_readme.py",),
+        ("tests/devices", "tests/test_readme.py"),
         generate=True,
     ),
     "format": Drill(
@@ -303,7 +303,7 @@ DRILLS: Mapping[str, Drill] = {
                 _BACKEND, '    """Experts in bfloat16, dequantized from MXFP8 when they are loaded."""\n', ""
             ),
         },
-        ("tests/conformance -k dequantized_once", "tests/test_architecture.py tests/test_readme.py"),
+        ("tests/conformance -k dequantized_once", "tests/test_architecture.py", "tests/test_readme.py"),
         generate=True,
     ),
     "wrapper": Drill(
