@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.quantization import patterns
-from vllm_moe_oracle.quantization.patterns import BoundedPattern, MatchBudget, NameParts, PatternList, WildcardPattern
+from vllm_moe_oracle.quantization.patterns import (
+    BoundedPattern,
+    MatchBudget,
+    NameParts,
+    PatternList,
+    SearchList,
+    WildcardPattern,
+)
 
 NAMES = [
     "", "lm_head", "model.layers.0.mlp.gate", "model.layers.10.mlp.experts.3.gate_proj", "a", "ab", "aab", "A.B\n",
@@ -198,3 +205,35 @@ def test_long_lists_of_names_take_bounded_time() -> None:
         for _ in range(40):
             assert not any(map(parts.any_within, names))
     assert time.thread_time() - begin < 2 * patterns.MAX_SECONDS
+
+
+UNITS = st.sampled_from([r"\.", r"\d", r"\d+", "[0-9]*", ".", ".*", "a", "b", "1", "(a|b1)", "(?:b|a)?"])
+
+
+@settings(max_examples=400)
+@given(
+    texts=st.lists(
+        st.one_of(
+            PATTERNS,
+            st.sampled_from(USUAL),
+            st.tuples(
+                st.sampled_from(["", "^"]), st.lists(UNITS, max_size=6).map("".join), st.sampled_from(["", "$"])
+            ).map("".join),
+        ),
+        max_size=6,
+    ),
+    names=st.lists(st.text("ab.1\n", max_size=8), max_size=3),
+)
+def test_every_expression_that_is_found_in_a_name_is_possible(texts: list[str], names: list[str]) -> None:
+    budget = MatchBudget("here")
+    made = [BoundedPattern(text, budget) for text in texts]
+    possible = SearchList(made, budget).possible(names)
+    found = {at for at, text in enumerate(texts) if any(re.search(text, name) for name in names)}
+    assert possible == sorted(possible) and found <= set(possible)
+
+
+def test_a_list_of_expressions_for_every_layer_is_tried_for_its_own() -> None:
+    budget = MatchBudget("here")
+    texts = [rf".*model\.layers\.{layer}\.(mlp|self_attn)\.gate.*" for layer in range(2000)]
+    searched = SearchList([BoundedPattern(text, budget) for text in texts], budget)
+    assert searched.possible(["model.layers.17.mlp.experts"]) == [17]

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.lib.configs import (
+    AUTO_ROUND,
     CONFIGS,
     CT_MXFP8,
     INT4,
@@ -28,6 +29,7 @@ from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
 from vllm_moe_oracle.checkpoint.files import MAX_CONFIG_BYTES
 from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.quantization import MAX_SIMILAR_NOTES, patterns
 
 
 @pytest.mark.parametrize(
@@ -251,3 +253,35 @@ def test_an_unknown_format_is_left_to_stock_with_a_note(method: str, hint: str, 
 def test_a_long_name_of_a_format_is_shortened(explain: Any) -> None:
     found = explain(quantized(quantization_config={"quant_method": "x" * 5000}))
     assert all(len(note) < 400 for note in found.notes)
+
+
+@pytest.mark.parametrize("count", [4, 5, 6, 20_000])
+def test_notes_that_differ_in_a_name_are_counted(explain: Any, count: int) -> None:
+    names = [f"a.{number}.experts" for number in range(count)]
+    content = quantized(quantization_config=compressed(group(INT4), format=PACKED, ignore=names))
+    notes = [each for each in explain(content).notes if "has no effect" in each]
+    assert len(notes) == min(count, MAX_SIMILAR_NOTES + 1) and "'a.0.experts' has no effect" in notes[0]
+    if count > MAX_SIMILAR_NOTES:
+        more = "9995 or more" if count == 20_000 else "1"
+        assert notes[-1].startswith(f"{more} other names: ") and "'a." not in notes[-1]
+
+
+QUARK = {"quant_method": "quark", "global_quant_config": {"weight": None}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {**QUARK, "layer_quant_config": {f"q{number}": {"weight": None} for number in range(100)}},
+        {**AUTO_ROUND, "extra_config": {rf"q{number}\.z": {"bits": 8} for number in range(100)}},
+        {**MODELOPT, "ignore": [f"a.{number}.x" for number in range(100)]},
+    ],
+    ids=["quark", "auto-round", "modelopt"],
+)
+def test_lists_of_plain_names_count_against_the_time(
+    content: dict[str, Any], explain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explain(quantized(quantization_config=content))
+    monkeypatch.setattr(patterns, "MAX_SECONDS", -1.0)
+    with pytest.raises(CheckpointError, match="its expressions take more than"):
+        explain(quantized(quantization_config=content))

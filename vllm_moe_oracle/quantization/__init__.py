@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import pkgutil
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -88,14 +91,35 @@ def _quant_method(config: Mapping[str, Any], where: str) -> str:
 
 
 def config_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
-    """What a user should know about a config that `parse_config` accepted, one sentence each."""
+    """What a user should know about a config that `parse_config` accepted, one sentence each.
+
+    Of notes that differ only in a quoted name, the first `MAX_SIMILAR_NOTES` are given, and how many more there are.
+    """
     method = _quant_method(config, where)
     if method in _BY_METHOD:
-        return _BY_METHOD[method].notes(config, where)
+        return _shortened_notes(_BY_METHOD[method].notes(config, where))
     named = f"quant_method {short_repr(config['quant_method'])} is unknown here"
     return [
         f"{named}: a server needs a vLLM, or a plugin, that has it. {did_you_mean(method, _BY_METHOD)}".rstrip(". ")
     ]
+
+
+MAX_SIMILAR_NOTES = 5
+_MAX_COUNTED = 10_000
+"""Notes after which no more are counted."""
+
+
+def _shortened_notes(notes: Iterable[str]) -> Iterable[str]:
+    counts: Counter[str] = Counter()
+    for note in itertools.islice(notes, _MAX_COUNTED):
+        kind = re.sub(r"'[^']*'|\"[^\"]*\"", "", note)
+        counts[kind] += 1
+        if counts[kind] <= MAX_SIMILAR_NOTES:
+            yield note
+    for kind, count in counts.items():
+        if count > MAX_SIMILAR_NOTES:
+            more = f"{count - MAX_SIMILAR_NOTES}{' or more' if counts.total() == _MAX_COUNTED else ''}"
+            yield f"{more} other names: {' '.join(kind.split())}"
 
 
 def takes_modules_from_files(config: Mapping[str, Any], where: str, vllm_method: str) -> bool:

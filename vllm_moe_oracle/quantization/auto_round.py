@@ -10,7 +10,7 @@ from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_integer, read_string, short_repr, shortened
 from .gptq import refused_linear_scheme
-from .patterns import BoundedPattern, InvalidPatternError, MatchBudget
+from .patterns import BoundedPattern, InvalidPatternError, MatchBudget, SearchList
 from .types import (
     LINEAR_LAYER,
     ExpertFormat,
@@ -124,17 +124,25 @@ class _ModuleFormats:
         self,
         entries: Mapping[str, Mapping[str, Any]],
         format_of: Callable[[Mapping[str, Any]], ExpertFormat],
-        blocks: tuple[str, ...],
+        blocks: Iterable[str],
         where: str,
     ) -> None:
         self._entries = entries
-        self._blocks = blocks
+        self._blocks = frozenset(blocks)
+        self._block_lengths = sorted({len(block) for block in self._blocks})
         self._where = where
         self._default = format_of({})
-        self._formats = {name: format_of(entry) for name, entry in entries.items()}
+        known: dict[str, ExpertFormat] = {}  # most entries of a list say the same
+        self._formats: dict[str, ExpertFormat] = {}
+        for name, entry in entries.items():
+            if (words := repr(entry)) not in known:
+                known[words] = format_of(entry)
+            self._formats[name] = known[words]
         self._positions = {name: position for position, name in enumerate(entries)}
-        patterns = _entry_patterns(entries, where)
+        budget = MatchBudget(where)
+        patterns = _entry_patterns(entries, budget)
         self._patterns = [(pattern, name) for name, pattern in patterns if pattern is not None]
+        self._searched = SearchList((pattern for pattern, _ in self._patterns), budget)
         self._expert_entries: dict[str, list[str]] = {}
         for name in entries:
             parent, separator, _ = name.rpartition(".experts.")
@@ -173,9 +181,8 @@ class _ModuleFormats:
         if suffixes:
             return min(suffixes, key=self._positions.__getitem__)
         layer = LayerNames(names, ())
-        found = (
-            entry for pattern, entry in self._patterns if any(map(pattern.search, layer.for_pattern(entry).modules))
-        )
+        possible = (self._patterns[position] for position in self._searched.possible(names))
+        found = (entry for pattern, entry in possible if any(map(pattern.search, layer.for_pattern(entry).modules)))
         return next(found, None)
 
     def _module_format(self, layer: LayerNames, entry: str | None) -> ExpertFormat:
@@ -183,7 +190,9 @@ class _ModuleFormats:
         states_bits = entry is not None and "bits" in self._entries[entry]
         if entry in layer.modules and not states_bits:
             return None  # vLLM takes an entry under the full name without bits for one of 16 bits
-        in_block = not self._blocks or any(module.startswith(self._blocks) for module in layer.modules)
+        in_block = not self._blocks or any(
+            module[:length] in self._blocks for module in layer.modules for length in self._block_lengths
+        )
         by_name = entry is not None and any(entry in (name, *_name_suffixes(name)) for name in layer.modules)
         if not in_block and not by_name and not states_bits:
             return None
@@ -225,13 +234,12 @@ def _quantized_blocks(config: Mapping[str, Any], where: str) -> tuple[str, ...]:
     return tuple(blocks)
 
 
-def _entry_patterns(names: Iterable[str], where: str) -> Iterable[tuple[str, BoundedPattern | None]]:
+def _entry_patterns(names: Iterable[str], budget: MatchBudget) -> Iterable[tuple[str, BoundedPattern | None]]:
     """The names of entries that vLLM takes for regular expressions, each with its pattern; None for an invalid one.
 
     Raises:
         CheckpointError: an expression that may take unbounded time.
     """
-    budget = MatchBudget(where)
     for name in names:
         if any(sign in name for sign in "*+?^$()[]{}|\\"):
             try:
@@ -243,7 +251,7 @@ def _entry_patterns(names: Iterable[str], where: str) -> Iterable[tuple[str, Bou
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     """What a user should know about a config that `parse_config` accepted, one sentence each."""
     entries = config.get("extra_config") or {}
-    patterns = dict(_entry_patterns(entries, where))
+    patterns = dict(_entry_patterns(entries, MatchBudget(where)))
     for name in entries:
         if name in patterns and patterns[name] is None:
             yield f"{where}.extra_config: {short_repr(name)} is not a regular expression; vLLM skips it"

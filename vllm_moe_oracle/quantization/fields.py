@@ -151,6 +151,9 @@ def matches_number_prefix(pattern: str, name: str) -> bool:
     return re.search(re.escape(stem) + r"(?!\d)", name) is None
 
 
+_WILDCARDS = frozenset("*?[")
+
+
 def has_wildcard(pattern: str) -> bool:
     """Whether a name contains a wildcard character."""
-    return any(sign in pattern for sign in "*?[")
+    return not _WILDCARDS.isdisjoint(pattern)

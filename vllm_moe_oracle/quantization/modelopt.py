@@ -84,6 +84,7 @@ def modelopt_exclusion_matcher(entries: Iterable[str], where: str) -> Callable[[
     wildcards: list[WildcardPattern] = []
     budget = MatchBudget(where)
     for entry in dict.fromkeys(entries):
+        budget.check(entry)
         stem = entry.removesuffix("*")
         # A name before one "*" is a part of names, which includes their beginning.
         if has_wildcard(entry) and (has_wildcard(stem) or not stem or stem.endswith(".")):
@@ -92,7 +93,8 @@ def modelopt_exclusion_matcher(entries: Iterable[str], where: str) -> Callable[[
         if (count := entry.count("experts")) > _MAX_EXPERTS_IN_NAME:
             rule = f'{short_repr(entry)} holds "experts" {count} times; a name of a module does not'
             raise CheckpointError(rule, where=where)
-        heads.update(entry[: found.end()] for found in re.finditer("experts", entry))
+        if count:
+            heads.update(entry[: found.end()] for found in re.finditer("experts", entry))
     parts.discard("")
     ends = sorted(head[::-1] for head in heads)
     texts = NameParts(parts, budget)

@@ -243,6 +243,50 @@ class PatternList:
         return None if found == (len(self._patterns) if before is None else before) else found
 
 
+class SearchList:
+    """Regular expressions in order, which are searched in names.
+
+    A list may have expressions for each layer of a model. So only those are tried whose longest literal part is in the
+    name.
+
+    Args:
+        patterns: the expressions.
+        budget: the time of all expressions of the config.
+    """
+
+    def __init__(self, patterns: Iterable[BoundedPattern], budget: MatchBudget) -> None:
+        self._by_part: dict[str, list[int]] = {}
+        for position, pattern in enumerate(patterns):
+            budget.check(pattern._text)
+            self._by_part.setdefault(_longest_part(pattern), []).append(position)
+        self._anywhere = self._by_part.pop("", [])
+        self._parts = NameParts(self._by_part, budget)
+
+    def possible(self, names: Iterable[str]) -> list[int]:
+        """Positions of the expressions that may match one of the names, ascending; all that match are among them.
+
+        Raises:
+            CheckpointError: the time is spent.
+        """
+        parts = {part for name in names for part in self._parts.within(name)}
+        return sorted({*self._anywhere, *(position for part in parts for position in self._by_part[part])})
+
+
+_TOKEN = re.compile(r"\\\.|\\d[*+]?|\[0-9\][*+]?|\.[*+]?|[\w-]|\([^)]*\)\??")
+"""The parts of a simple expression (`_SIMPLE`)."""
+
+
+def _longest_part(pattern: BoundedPattern) -> str:
+    """The longest text that is in every name that the expression matches; "" where none is known."""
+    if pattern._literal is not None:
+        return pattern._literal
+    if not _SIMPLE.fullmatch(pattern._text):
+        return ""
+    tokens = ("." if each == r"\." else each if len(each) == 1 and each != "." else "\n"
+              for each in _TOKEN.findall(pattern._text))  # fmt: skip
+    return max("".join(tokens).split("\n"), key=len)
+
+
 def _literal_prefix(pattern: str) -> str:
     """What every name starts with that the expression matches at the start."""
     if _PLAIN_GROUP.search(pattern) or "|" in re.sub(r"\((?:\?:)?[\w|]*\)", "", pattern):

@@ -54,7 +54,13 @@ def _exclusion_matcher(entries: Iterable[str], budget: MatchBudget) -> Callable[
 def _entry_matcher(pattern: str, budget: MatchBudget) -> Callable[[LayerNames], bool]:
     """Whether an entry of ``layer_quant_config`` applies to a layer's experts."""
     if "*" not in pattern:
-        return lambda layer: any(module in pattern for module in layer.modules)
+
+        def contains(layer: LayerNames) -> bool:
+            budget.check(pattern)
+            return any(module in pattern for module in layer.modules)
+
+        budget.check(pattern)
+        return contains
     expression = WildcardPattern(pattern, budget)
     return lambda layer: any(expression.match(module, budget) for module in layer.for_pattern(pattern).modules)
 
