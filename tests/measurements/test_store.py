@@ -207,6 +207,37 @@ def test_a_file_other_than_a_database_is_never_touched(store: Store, content: by
     assert store.path.read_bytes() == content
 
 
+@pytest.mark.parametrize("value", [0, 2, 3, 5, 255])
+def test_after_any_changed_byte_of_the_header_tune_measures_or_says_to_move_it(tmp_path: Path, value: int) -> None:
+    """A header that SQLite takes for read-only, or for a newer release's, is damaged."""
+    made = Store(tmp_path / "good")
+    made.prepare()
+    made.add(HERE, SHAPE, [sample()])
+    content = made.path.read_bytes()
+    for at in range(100):
+        if content[at] == value:
+            continue
+        changed = Store(tmp_path / f"{at}")
+        changed.path.parent.mkdir()
+        changed.path.write_bytes(content[:at] + bytes([value]) + content[at + 1 :])
+        try:
+            changed.prepare()
+        except MeasurementError as error:  # of the version or the program
+            assert 60 <= at < 64 or 68 <= at < 72, at
+            assert "move it away" in str(error).lower(), at
+        else:
+            changed.add(HERE, SHAPE, [sample()])
+            assert changed.samples(SHAPE), at
+
+
+def test_a_folder_in_place_of_the_lock_is_named(store: Store) -> None:
+    lock = store.path.with_name(f".{FILE_NAME}.lock")
+    lock.unlink()
+    lock.mkdir()
+    with pytest.raises(MeasurementError, match=r"the folder \.measurements\.sqlite\.lock .* Remove that folder"):
+        store.prepare()
+
+
 def database(path: Path, *statements: str) -> None:
     path.unlink(missing_ok=True)
     connection = sqlite3.connect(path)

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from tests.gpu.unlisted_layers import HELD_OUT
+from tests.gpu.unlisted_layers import HELD_OUT, LAYERS
 from tests.lib import golden_files
 from tests.lib.cli import Run
 from tests.lib.missing_packages import without
@@ -362,11 +362,11 @@ def test_choices_of_a_benchmark_are_decided_again() -> None:
     golden = Path(__file__).parents[1] / "golden/h200"
     every = [page_data.read(path, Settings()) for path in sorted(golden.glob("choice-*.jsonl"))]
     content = page_data.deduplicate(functools.reduce(operator.add, every))
-    judging = {str(kernel_shape_of(layer)) for layer in HELD_OUT}
-    assert all(
-        panel.explanation and panel.why == ("predicted" if panel.shape in judging else "measured")
-        for panel in content.panels
-    )
+    recorded = {str(kernel_shape_of(layer)): "predicted" for layer in HELD_OUT}
+    # Its 22 experts a token were outside of what the model was fitted to then.
+    (unlike,) = (layer for layer in LAYERS if layer.layer == "mxfp8:nemotron-3-super@tp4")
+    recorded[str(kernel_shape_of(unlike))] = "static"
+    assert all(panel.explanation and panel.why == recorded.get(panel.shape, "measured") for panel in content.panels)
 
 
 def test_a_profile_on_one_line_is_one_too(tmp_path: Path) -> None:

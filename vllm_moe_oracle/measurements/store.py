@@ -357,6 +357,8 @@ class Store:
         Raises:
             MeasurementError: the file belongs to another program, has another version, or cannot be opened.
         """
+        if self._has_impossible_header():  # SQLite takes such a file for a newer one's, or for read-only
+            return True
         try:
             with self._writing() as connection:
                 self._check(connection)
@@ -376,6 +378,17 @@ class Store:
         head = self._header()
         ours = head[68:72] == _APPLICATION_ID.to_bytes(4, "big")
         return ours or not head or (len(head) < _HEADER_BYTES and _MAGIC.startswith(head[:16]))
+
+    def _has_impossible_header(self) -> bool:
+        """Whether the file has our application id and a header that no release of SQLite writes."""
+        try:
+            head = self._header()
+        except OSError:  # SQLite says why
+            return False
+        if len(head) < _HEADER_BYTES or not self._begins_as_ours():
+            return False
+        schema_format, encoding = (int.from_bytes(head[at : at + 4], "big") for at in (44, 56))
+        return head[18] not in (1, 2) or head[18] != head[19] or schema_format > 4 or encoding > 3
 
     def _has_log(self) -> bool:
         try:
@@ -410,6 +423,9 @@ class Store:
             descriptor = os.open(
                 self.path.with_name(f".{FILE_NAME}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
             )
+        except IsADirectoryError as error:
+            rule = f"the folder .{FILE_NAME}.lock beside it is where its lock file belongs"
+            raise self._error(rule, "Remove that folder") from error
         except OSError as error:
             raise self._error(f"its directory cannot be written: {error.strerror}", _OTHER_DIRECTORY_REMEDY) from error
         try:
@@ -487,6 +503,8 @@ class Store:
             except sqlite3.OperationalError as error:
                 if str(error).startswith("Could not decode to UTF-8"):
                     raise self._error("holds an invalid measurement: not a text", "Move it away") from error
+                if self._has_impossible_header():
+                    raise  # it is damaged
                 raise self._error(self._describe_error(error), _OTHER_DIRECTORY_REMEDY) from error
             except sqlite3.DataError as error:  # a text longer than the connection's limit
                 raise self._error(f"holds an invalid measurement: {error}", "Move it away") from error
@@ -518,7 +536,9 @@ class Store:
 
 _MAGIC = b"SQLite format 3\x00"
 _HEADER_BYTES = 72
-"""The header of an SQLite file up to the application id. Bytes 18 and 19 are 2 for a write-ahead log, else 1."""
+"""The header of an SQLite file up to the application id. Bytes 18 and 19 are 2 for a write-ahead log, else 1; the
+numbers at 44 and 56 are the schema format, up to 4, and the encoding of texts, up to 3
+(https://www.sqlite.org/fileformat2.html#the_database_header)."""
 
 _OTHER_DIRECTORY_REMEDY = "Set MOE_ORACLE_CACHE to a writable directory"
 _MOVE_REMEDY = f"Move it away, or {_OTHER_DIRECTORY_REMEDY[0].lower()}{_OTHER_DIRECTORY_REMEDY[1:]}"

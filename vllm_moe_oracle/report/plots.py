@@ -158,8 +158,10 @@ def _compact(svg: str) -> str:
     svg = re.sub(r'\s(?:d|x|y|points|transform)="[^"]*"', lambda found: _rounded(found[0]), svg)
     svg = re.sub(r'(?<=\sd=")[^"]*', lambda found: _without_repeated_commands(found[0]), svg)
     svg = re.sub(r' transform="rotate\(-?0(?:\.0)? [^"]*"', "", svg)
-    # In a page ``href`` needs no name space (SVG 2, section 16.1).
-    svg = re.sub(r' xmlns:xlink="[^"]*"', "", svg.replace(" xlink:href=", " href="))
+    # In a page neither ``href`` nor the plot needs a name space (SVG 2, section 16.1), and one rule for all plots is in
+    # the page's style sheet.
+    svg = re.sub(r' xmlns(?::xlink)?="[^"]*"| version="1\.1"', "", svg.replace(" xlink:href=", " href="))
+    svg = re.sub(r"<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", svg, flags=re.DOTALL).replace("<g/>", "")
     return _without_plain_groups(re.sub(r">\s+<", "><", re.sub(r"[ \t]*\n\s*", " ", svg)))
 
 
