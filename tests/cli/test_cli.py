@@ -926,16 +926,43 @@ def test_output_that_cannot_be_written_is_one_line_and_status_2(write: Write) ->
         assert (ended.returncode, ended.stderr) == (0 if closed == "2>&-" else 2, said)
 
 
-def test_output_closed_by_a_third_party_is_one_line_and_status_2(write: Write, tmp_path: Path) -> None:
-    text = "import sys\nsys.stdout.close()\nraise ImportError('no')\n"
-    folder = distributions.install(
-        tmp_path / "site", "closer", ENTRY_POINT_GROUP, ["close = closer:x"], {"closer": text}
-    )
-    command = [sys.executable, *TOOL, "explain", str(write()), "--device", "nvidia-h200", "--brief"]
-    paths = os.pathsep.join([str(folder), str(Path(__file__).parents[2])])
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": paths})
-    assert ended.returncode == 2 and ended.stderr.splitlines()[-1] == "error: standard output was closed"
-    assert "Traceback" not in ended.stderr and "entry point close could not be loaded" in ended.stderr
+def beside_a_third_party(text: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What the tool says where an installed package has an entry point whose module has this text."""
+    site = distributions.install(folder / "site", "theirs", ENTRY_POINT_GROUP, ["theirs = theirs:x"], {"theirs": text})
+    paths = os.pathsep.join([str(site), str(Path(__file__).parents[2])])
+    command = [sys.executable, *TOOL, *arguments, "--device", "nvidia-h200"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": paths})
+
+
+@pytest.mark.parametrize("close", ["sys.stdout.close()", "sys.__stdout__.close()"])
+def test_output_closed_by_a_third_party_is_an_answer_or_one_line(close: str, write: Write, tmp_path: Path) -> None:
+    text = f"import sys\n{close}\nraise ImportError('no')\n"
+    ended = beside_a_third_party(text, tmp_path, "explain", str(write()), "--brief")
+    assert "Traceback" not in ended.stderr and "entry point theirs could not be loaded" in ended.stderr
+    if "__" in close:  # the stream itself
+        assert ended.returncode == 2 and ended.stderr.splitlines()[-1] == "error: standard output was closed"
+    else:
+        assert ended.returncode == 0 and "hopper_mxfp8" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("print('HELLO \\x1b[31m')\nraise ImportError('no')\n", "HELLO  [31m"),
+        ("import sys\nsys.setrecursionlimit(60)\nraise ImportError('no')\n", "theirs"),
+        (
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), name='theirs-1').start()\n",
+            "note: ended while threads of a third party's backend were running: theirs-1",
+        ),
+    ],
+    ids=["prints", "recursion", "thread"],
+)
+def test_what_a_third_partys_import_leaves_changes_no_answer(
+    text: str, said: str, write: Write, tmp_path: Path
+) -> None:
+    ended = beside_a_third_party(text, tmp_path, "explain", str(write()), "--json")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["groups"] and said in ended.stderr and "\x1b" not in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import signal
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -446,6 +448,8 @@ FAULTS: dict[str, Faulty] = {
         Faulty("torch's default dtype", compute=sets(lambda: torch.set_default_dtype(torch.float16))),
         Faulty("torch's random numbers", compute=sets(lambda: torch.manual_seed(0))),
         Faulty("torch's threads", compute=sets(lambda: torch.set_num_threads(torch.get_num_threads() + 1))),
+        Faulty("working directory", compute=sets(lambda: os.chdir("/"))),
+        Faulty("handler of SIGTERM", compute=sets(lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))),
         Faulty("scales of w13", some_scales("w13_scale", 1)),
         Faulty("scales of w2", some_scales("w2_scale", 1)),
         Faulty("smaller scales of w13", some_scales("w13_scale", -1)),

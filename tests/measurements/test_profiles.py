@@ -151,6 +151,17 @@ TIMES = ("entries", 0, "backends", "marlin_mxfp8", "times")
             lambda data: _set(data, *TIMES[:3], "\x1b[2Jown", to=data["entries"][0]["backends"]["marlin_mxfp8"]),
             "has an invalid measurement",
         ),
+        (
+            lambda data: _set(data, *TIMES, "uniform", to={f"{count}": [1, 1, 1, 9] for count in range(1, 4100)}),
+            "more than 4096 measurements",
+        ),
+        (
+            lambda data: data["entries"][0]["backends"].update(
+                {f"b{each}": {"activations": ""} for each in range(4100)}
+            ),
+            "more than 4096 measurements",
+        ),
+        (lambda data: data["entries"].extend(data["entries"] * 2000), "more than 4096 measurements"),
     ],
 )
 def test_impossible_profiles_are_refused(written: Path, change: Change, words: str) -> None:

@@ -48,7 +48,7 @@ FAULTS: list[tuple[Faulty, list[str]]] = [
         "idle experts", "empty slots", "input changed", "last weight", "router weights normalized", "steps of 2 to 64",
         "bias of the last columns", "many tokens, one expert", "many tokens, blocks", "blocks of 16", "output left",
         "workspace read", "3 tokens", "10 to 15 tokens", "17 to 31 tokens", "torch's default dtype",
-        "torch's random numbers", "torch's threads",
+        "torch's random numbers", "torch's threads", "working directory", "handler of SIGTERM",
     )),
 ]  # fmt: skip
 

@@ -211,14 +211,18 @@ def run() -> None:
     """The tool as a process of its own: `main`, then an end without taking down what was imported.
 
     vLLM's import leaves more than 4,000 modules, for which that takes a second. What is registered for the end runs.
+    Threads that others have left are named, and not waited for.
     """
     try:
         main()
     except SystemExit as ended:
         status = 0 if ended.code is None else ended.code
         others = [each for each in threading.enumerate() if each is not threading.main_thread() and not each.daemon]
-        if "torch" not in sys.modules or others or not isinstance(status, int):
+        if ("torch" not in sys.modules and not others) or not isinstance(status, int):
             raise
+        if others:  # the interpreter would wait for them
+            names = ", ".join(sorted(each.name for each in others))
+            output.print_message("note", f"ended while threads of a third party's backend were running: {names}")
         atexit._run_exitfuncs()
         with contextlib.suppress(OSError):
             sys.stderr.flush()

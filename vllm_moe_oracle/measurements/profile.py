@@ -7,6 +7,7 @@ reading one. A profile that is read is never changed.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,9 @@ from .kernel_shape import KernelShape, Sample, is_displayable
 
 FORMAT = "vllm-moe-oracle measurements"
 VERSION = 1
+MAX_SAMPLES = 4096
+"""Most samples of a kernel shape in a file: a hundred backends, twenty numbers of tokens, two routings."""
+
 MAX_BYTES = 32 << 20
 """Size of the largest file of measurements that is read. The largest shipped profile has 0.2 MiB."""
 
@@ -186,9 +190,15 @@ def read(path: Path) -> Profile:
         profile = msgspec.json.decode(data, type=Profile)
         if not profile.environment.is_valid:
             raise MeasurementError("has an invalid environment", remedy, where)
+        counts: Counter[KernelShape] = Counter()
         for entry in profile.entries:
             if not entry.kernel_shape.is_valid:
                 raise MeasurementError("has an invalid layer", remedy, where)
+            counts[entry.kernel_shape] += len(entry.backends) + sum(
+                len(times) for each in entry.backends.values() for times in each.times.values()
+            )
+            if counts[entry.kernel_shape] > MAX_SAMPLES:
+                raise MeasurementError(f"{entry.kernel_shape}: has more than {MAX_SAMPLES} measurements", where=where)
             if not is_displayable(*(each.stock_class for each in entry.backends.values())):
                 raise MeasurementError(f"{entry.kernel_shape}: has an invalid name of a class", remedy, where)
             for sample in _entry_samples(entry):

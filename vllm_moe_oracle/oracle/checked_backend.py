@@ -25,7 +25,7 @@ from ..core.decision import Rejected, ShardPlan
 from ..core.problem import Problem
 from ..errors import BackendDefect, OracleError, RegistryError, describe_error, is_interruption, is_out_of_memory
 from ..settings import env_var
-from .watchdog import report_while_running
+from .watchdog import third_party_code
 
 MAX_TEXT = 4096
 """Characters in one string of an answer: longer ones are no sentence for a log or a table."""
@@ -263,7 +263,7 @@ class CheckedBackend(Backend):
     ) -> Any:
         try:
             if self._watched:
-                with report_while_running(f"backend {self.name}: its method {method} has been running", self._remedy):
+                with third_party_code(f"backend {self.name}: its method {method} has been running", self._remedy):
                     value = getattr(self._backend, method)(*args, **kwargs)
             else:
                 value = getattr(self._backend, method)(*args, **kwargs)

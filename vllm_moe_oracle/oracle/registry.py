@@ -28,7 +28,7 @@ from ..releases.supported import MOE_BACKENDS
 from ..settings import AUTO
 from . import watchdog
 from .checked_backend import CheckedBackend, is_own
-from .watchdog import report_while_running
+from .watchdog import third_party_code
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -162,7 +162,7 @@ def _announced(point: EntryPoint, origin: str) -> Iterator[None]:
     what = sanitize(f"{origin} of {point.dist.name} {point.dist.version}" if point.dist is not None else origin)
     watchdog.logger.info("moe_oracle: importing the backend of %s", what)
     remedy = f"{settings.env_var('disable')}={sanitize(point.name)} leaves it out"
-    with report_while_running(f"{what} has been importing", remedy):
+    with third_party_code(f"{what} has been importing", remedy):
         yield
 
 

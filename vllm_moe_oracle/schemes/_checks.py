@@ -127,7 +127,7 @@ def require_weights_within(
             row, column = (int(index) for index in bad.nonzero()[0])
             rule = (
                 f"{name}: the weight of local expert {expert} in row {int(part[row])}, input feature {column} is "
-                f"{float(values[row, column]):g}, code times scale; {problem.dtype} layers hold up to {limit:g}"
+                f"{float(values[row, column]):.8g}, code times scale; {problem.dtype} layers hold up to {limit:.8g}"
             )
             remedy = "The checkpoint is damaged" + ("" if problem.dtype != "float16" else ", or needs --dtype bfloat16")
             raise CheckpointError(rule, remedy, problem.layer)

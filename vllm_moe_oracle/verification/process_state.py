@@ -1,13 +1,16 @@
-"""What a backend may not change: settings of torch that the whole process computes with.
+"""What a backend may not change: settings of torch, and of the process, that the rest of the server works with.
 
 A kernel that leaves another default dtype, or that seeds torch's random numbers, may give right outputs itself. What is
-wrong is the rest of the server: layers that are built afterwards, and tokens that are drawn.
+wrong is the rest of the server: layers that are built afterwards, tokens that are drawn, and a server that no signal
+ends.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -49,6 +52,19 @@ def _set_float32_precisions(precisions: tuple[str, list[str]]) -> None:
 
 _LIBRARIES: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def _signal_handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in _SIGNALS]
+
+
+def _set_signal_handlers(handlers: list[Any]) -> None:
+    with suppress(ValueError):  # in another thread than the main one, which could not have changed them either
+        for number, handler in zip(_SIGNALS, handlers, strict=True):
+            signal.signal(number, handler)
+
+
 _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default device": (_default_device, torch.set_default_device),
@@ -57,13 +73,15 @@ _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     "precision of float32 products": (_float32_precisions, _set_float32_precisions),
     "flushing of subnormal numbers": (_flushes_subnormals, torch.set_flush_denormal),
+    "working directory": (os.getcwd, os.chdir),
+    "handlers of SIGTERM and SIGINT": (_signal_handlers, _set_signal_handlers),
 }
 """How to read a setting, and how to put it back."""
 
 
 @contextmanager
 def kept() -> Iterator[list[str]]:
-    """Keeps torch's settings, and its random numbers on the host, as they are: what is changed meanwhile is put back.
+    """Keeps the settings, and torch's random numbers on the host, as they are: what is changed meanwhile is put back.
 
     Yields:
         The names of the settings that were changed, once the context has ended without an exception. Drawing random
