@@ -37,6 +37,7 @@ def probed(folder: Path) -> dict[str, dict[str, bool]]:
     return found
 
 
+@pytest.mark.full
 @some_releases(*SERVED)
 def test_products_are_split_unless_the_layer_is_batch_invariant(release: str) -> None:
     version, folder = humming(release)

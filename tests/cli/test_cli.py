@@ -1106,6 +1106,7 @@ def test_help_and_version(run: Run) -> None:
 # --- status -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_status_reports_this_installation(tmp_path: Path) -> None:
     ended = python(*TOOL, "status", "--json", MOE_ORACLE_BACKEND="emulation")
     assert ended.returncode == 0, ended.stderr

@@ -1,7 +1,7 @@
 """The self-check of kernels on a GPU: right ones pass, in a small layer and in the converted one, and faults are found
 that show in a few columns, in some calls, in one expert or only with many tokens.
 
-    python -m pytest -m "gpu and not full" tests/gpu/test_self_check_gpu.py           three minutes on 16 cores
+    python -m pytest -m "gpu and not full" tests/gpu/test_self_check_gpu.py           five minutes on 16 cores
     python -m pytest -m gpu tests/gpu/test_self_check_gpu.py                          every layer of the tables
     python -m pytest tests/gpu/test_self_check_gpu.py -k many_tokens -s     what it makes of kernels for many tokens
 

@@ -140,6 +140,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         check_slot_rows(x, weights, ids, addend, h[:3])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layer_name", sampled(["gptoss", "nemotron"], 2))
 def test_kernels_with_an_addend_compile_beside_those_without(layer_name: str) -> None:
     """Both first GEMMs; those without an addend have no argument for it, all other kernels are the same."""

@@ -138,6 +138,7 @@ def largest_error(name: str) -> float:
 QUANTIZED = [name for name in smollm2.FORMATS if name not in ("bf16", "float32")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [name if name == "gptq-int8" else pytest.param(name, marks=pytest.mark.full) for name in QUANTIZED]
 )

@@ -208,7 +208,7 @@ def test_a_file_other_than_a_database_is_never_touched(store: Store, content: by
 
 
 @pytest.mark.parametrize("value", [0, 2, 3, 5, 255])
-def test_after_any_changed_byte_of_the_header_tune_measures_or_says_to_move_it(tmp_path: Path, value: int) -> None:
+def test_after_any_changed_byte_of_the_header_tune_measures(tmp_path: Path, value: int) -> None:
     """A header that SQLite takes for read-only, or for a newer release's, is damaged."""
     made = Store(tmp_path / "good")
     made.prepare()

@@ -277,6 +277,7 @@ def test_the_report_needs_neither_torch_nor_vllm(written: tuple[subprocess.Compl
     assert file.stat().st_size > 1000
 
 
+@pytest.mark.full
 def test_every_class_of_a_plot_has_one_rule(shipped_page: str) -> None:
     head = shipped_page[: shipped_page.index("</style>")]
     rules = dict(re.findall(r"\.(p\d+) { ([^}]*) }", head))
@@ -291,16 +292,19 @@ def test_a_label_becomes_no_style_of_the_page() -> None:
     assert label in plots.embedded_svg(svg, "a", classes) and classes == {"fill: red": "p0"}
 
 
+@pytest.mark.full
 def test_a_page_of_shipped_times_says_so_below_its_title(shipped_page: str) -> None:
     head = shipped_page[shipped_page.index("<header>") : shipped_page.index("</header>")]
     assert "<p>Nothing was measured on this machine" in head and "the times that this package ships.</p>" in head
 
 
+@pytest.mark.full
 def test_families_have_a_list_of_links(shipped_page: str) -> None:
     links = re.findall(r'href="#(machine-\d+-family-\d+)"', shipped_page)
     assert len(links) > 6 and all(f'id="{each}"' in shipped_page for each in links)
 
 
+@pytest.mark.full
 def test_the_largest_page_is_below_two_megabytes(shipped_page: str) -> None:
     assert len(shipped_page.encode()) < 2_000_000
 
@@ -338,6 +342,7 @@ def test_a_path_is_drawn_with_fewer_letters() -> None:
     assert segments(short) == segments(full)
 
 
+@pytest.mark.full
 def test_tables_and_figures_say_what_they_are(shipped_page: str) -> None:
     """For a screen reader: every table has a caption and heads with a scope, every plot and scrolling part a name."""
     tables = re.findall(r"<table.*?</table>", shipped_page, flags=re.DOTALL)

@@ -175,6 +175,7 @@ def test_the_page_says_how_many_layers_are_shipped() -> None:
     assert f"lists the {accepted} shipped times that are so" in " ".join(page.split())
 
 
+@pytest.mark.full
 def test_a_time_stays_where_its_tiles_successor_was_no_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until it is measured again. A slower successor, another tile or another layer accepts nothing."""
     layer, count = model_shapes.parse("mxfp8:qwen3-30b-a3b@tp2"), "256"
