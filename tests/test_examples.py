@@ -68,7 +68,7 @@ def test_a_tiny_checkpoint_is_served_and_the_decisions_are_shown() -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(bool(smollm2.missing()), reason=smollm2.missing())
-@pytest.mark.parametrize("format", ["mxfp8", "gptq-int4-g32"])
+@pytest.mark.parametrize("format", ["mxfp8", pytest.param("gptq-int4-g32", marks=pytest.mark.matrix)])
 def test_a_real_model_answers_in_english(format: str) -> None:
     printed = served("--format", format)
     assert "30 of 30 MoE layers" in printed and "cpu_dequantized" in printed

@@ -144,6 +144,7 @@ CONDITIONS = {
     "vllm_moe_oracle/kernels/README.md": "the release beside which kernels were timed",
     "vllm_moe_oracle/kernels/RESULTS.md": "figures",
     "vllm_moe_oracle/measurements/environment.py": "the two releases that an error was measured between",
+    "vllm_moe_oracle/measuring/ERRORS.md": "figures",
     "vllm_moe_oracle/measuring/README.md": "figures",
     "vllm_moe_oracle/releases/min_versions.py": "what that release has first",
     "vllm_moe_oracle/releases/supported.py": "the line of the release",
