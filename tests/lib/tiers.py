@@ -12,18 +12,16 @@ def sampled(cases: Iterable[Any], step: int, start: int = 0) -> list[Any]:
     """Parameters of a test: every `step`-th case runs in the default tier.
 
     Args:
-        cases: a value, or a tuple of the values of several arguments, or a ``pytest.param``.
+        cases: a value, or a tuple of the values of several arguments.
         step: for cases that differ little from their neighbors.
         start: index of the first one.
     """
-    found = []
-    for index, case in enumerate(cases):
-        values, name, marks = (case, None, ()) if isinstance(case, tuple) and not hasattr(case, "marks") else (
-            (case.values, case.id, case.marks) if hasattr(case, "marks") else ((case,), None, ())
-        )  # fmt: skip
-        more = () if index % step == start % step else (pytest.mark.full,)
-        found.append(pytest.param(*values, id=name, marks=(*marks, *more)))
-    return found
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=() if index % step == start else (pytest.mark.full,)
+        )
+        for index, case in enumerate(cases)
+    ]
 
 
 def each_once(groups: Iterable[tuple[Any, Sequence[str]]], name_of: Callable[[Any], str]) -> list[Any]:

@@ -153,15 +153,15 @@ TIMES = ("entries", 0, "backends", "marlin_mxfp8", "times")
         ),
         (
             lambda data: _set(data, *TIMES, "uniform", to={f"{count}": [1, 1, 1, 9] for count in range(1, 4100)}),
-            "more than 4096 measurements",
+            "measurements, more than 4096",
         ),
         (
             lambda data: data["entries"][0]["backends"].update(
                 {f"b{each}": {"activations": ""} for each in range(4100)}
             ),
-            "more than 4096 measurements",
+            "measurements, more than 4096",
         ),
-        (lambda data: data["entries"].extend(data["entries"] * 2000), "more than 4096 measurements"),
+        (lambda data: data["entries"].extend(data["entries"] * 2000), "measurements, more than 4096"),
     ],
 )
 def test_impossible_profiles_are_refused(written: Path, change: Change, words: str) -> None:

@@ -87,7 +87,9 @@ def test_what_a_profile_lacks_before_is_filled_in_on_both_sides() -> None:
 
 def test_choices_are_within_the_allowed_slowdown() -> None:
     """All of them, and those whose shipped times are of another run than the benchmark alone."""
-    found = [row for row in oracle_quality.read()[0] if row.why != oracle_quality.UNCERTAIN]
+    every, _ = oracle_quality.read()
+    found = [row for row in every if row.layer != oracle_quality.MISSED]
+    assert {row.why for row in every if row not in found} == {oracle_quality.UNCERTAIN}  # a server measures it
     apart = [row for row in found if row.apart]
     assert len(apart) >= 200 and len({row.layer for row in apart}) >= 16
     assert oracle_quality.good_enough(found) and oracle_quality.good_enough(apart)
@@ -102,7 +104,7 @@ def test_predictions_choose_well_for_layers_that_nothing_was_fitted_to() -> None
     found = [row for row in rows if row.layer in held_out]
     predicted = [row for row in found if row.why == "predicted"]
     assert {row.why for row in found} == {"predicted", oracle_quality.UNCERTAIN}
-    assert {row.layer for row in found if row not in predicted} == {"awq:grok-2@ep4"}
+    assert {row.layer for row in found if row not in predicted} == {oracle_quality.MISSED}
     assert len({row.layer for row in predicted}) == 9 and oracle_quality.good_enough(predicted)
     # Of the third number format of a model of which two were fitted.
     assert {row.layer for row in rows if row.why == "predicted"} - held_out.keys() == {"mxfp8:nemotron-3-super@tp4"}

@@ -33,6 +33,11 @@ def is_displayable(*texts: str) -> bool:
     return all(len(each) <= MAX_NAME_CHARS and each.isprintable() for each in texts)
 
 
+MAX_SAMPLES = 4096
+"""Most samples of a kernel shape that are read of an environment: a hundred backends, twenty numbers of tokens, two
+routings."""
+
+
 class KernelShape(
     msgspec.Struct,
     frozen=True,

@@ -20,13 +20,10 @@ from ..errors import MeasurementError
 from ..untrusted import boundary, check_values, read_file
 from ..whole_files import write_whole
 from .environment import Environment, differences, is_same_release, is_same_triton
-from .kernel_shape import KernelShape, Sample, is_displayable
+from .kernel_shape import MAX_SAMPLES, KernelShape, Sample, is_displayable
 
 FORMAT = "vllm-moe-oracle measurements"
 VERSION = 1
-MAX_SAMPLES = 4096
-"""Most samples of a kernel shape in a file: a hundred backends, twenty numbers of tokens, two routings."""
-
 MAX_BYTES = 32 << 20
 """Size of the largest file of measurements that is read. The largest shipped profile has 0.2 MiB."""
 
@@ -197,8 +194,9 @@ def read(path: Path) -> Profile:
             counts[entry.kernel_shape] += len(entry.backends) + sum(
                 len(times) for each in entry.backends.values() for times in each.times.values()
             )
-            if counts[entry.kernel_shape] > MAX_SAMPLES:
-                raise MeasurementError(f"{entry.kernel_shape}: has more than {MAX_SAMPLES} measurements", where=where)
+            if (count := counts[entry.kernel_shape]) > MAX_SAMPLES:
+                rule = f"{entry.kernel_shape}: has {count} measurements, more than {MAX_SAMPLES}"
+                raise MeasurementError(rule, "Measure it at fewer numbers of tokens", where)
             if not is_displayable(*(each.stock_class for each in entry.backends.values())):
                 raise MeasurementError(f"{entry.kernel_shape}: has an invalid name of a class", remedy, where)
             for sample in _entry_samples(entry):

@@ -28,7 +28,7 @@ import msgspec
 from ..errors import MeasurementError, sanitize
 from ..untrusted import boundary
 from .environment import Environment
-from .kernel_shape import KernelShape, Sample
+from .kernel_shape import MAX_SAMPLES, KernelShape, Sample
 
 FILE_NAME = "measurements.sqlite"
 SCHEMA_VERSION = 1
@@ -56,8 +56,6 @@ _LOCK_PAUSE = 0.2
 """Seconds that one attempt of a writer takes."""
 _MAX_ENVIRONMENTS = 256
 """Most environments that are read for a kernel shape, those with the newest samples."""
-_MAX_ROWS = 4096
-"""Most rows read for a kernel shape in an environment: a hundred backends, twenty numbers of tokens, two routings."""
 _MAX_ALL_ROWS = 16384
 """Most rows read for a kernel shape. An environment beyond them is not read at all."""
 _MAX_TEXT_CHARS = 1 << 16
@@ -119,7 +117,7 @@ class Store:
         )
         query = (
             "SELECT sample FROM samples WHERE environment = ? AND kernel_shape = ? "
-            f"ORDER BY taken DESC LIMIT {_MAX_ROWS}"
+            f"ORDER BY taken DESC LIMIT {MAX_SAMPLES}"
         )
         described = "SELECT description FROM environments WHERE id = ?"
         found: list[tuple[Environment, list[Sample]]] = []

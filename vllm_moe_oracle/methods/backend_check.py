@@ -33,7 +33,7 @@ from ..errors import (
 from ..oracle.checked_backend import overrides
 from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import remaining_candidates
-from ..oracle.watchdog import third_party_code
+from ..oracle.watchdog import report_while_running
 from ..settings import env_var
 from ..verification.inputs import canonical_experts
 from ..verification.installed import InstalledLayer, WeightParts, skip_reason
@@ -402,7 +402,7 @@ def _watched(method: LayerMethod, words: str) -> AbstractContextManager[None]:
     """Reports what a backend is doing while it takes long: the first call of a kernel may compile it for minutes."""
     name = method.backend.name
     remedy = f"{env_var('self_check')}=off skips the check, {env_var('disable')}={name} the backend"
-    return third_party_code(sanitize(f"{name} {words} in {method.decision.problem}"), remedy)
+    return report_while_running(sanitize(f"{name} {words} in {method.decision.problem}"), remedy)
 
 
 def _log_error(method: LayerMethod, when: str, error: BaseException) -> None:

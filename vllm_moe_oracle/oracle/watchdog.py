@@ -1,4 +1,4 @@
-"""Runs other packages' code, and reports it while it does not return: Python cannot stop it safely."""
+"""Reports on code that does not return, since Python cannot stop it safely, and keeps third parties' code in bounds."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ class _OnStandardError(io.TextIOBase):
 
 
 @contextlib.contextmanager
-def third_party_code(what: str, remedy: str) -> Iterator[None]:
-    """Warns while the code inside runs for long. What it prints goes to standard error, and Python's recursion limit is
-    afterwards what it was.
+def report_while_running(what: str, remedy: str) -> Iterator[None]:
+    """Warns while the code inside runs for long.
 
     Args:
         what: what runs, as the subject of a sentence.
@@ -57,11 +56,19 @@ def third_party_code(what: str, remedy: str) -> Iterator[None]:
 
     thread = threading.Thread(target=watch, name="moe_oracle watchdog", daemon=True)
     thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()  # it is waiting, or in the middle of a line of the log
+
+
+@contextlib.contextmanager
+def third_party_code(what: str, remedy: str) -> Iterator[None]:
+    """As `report_while_running`. What the code prints goes to standard error, and the recursion limit is put back."""
     limit = sys.getrecursionlimit()
     try:
-        with contextlib.redirect_stdout(_OnStandardError()):
+        with report_while_running(what, remedy), contextlib.redirect_stdout(_OnStandardError()):
             yield
     finally:
         sys.setrecursionlimit(limit)
-        done.set()
-        thread.join()  # it is waiting, or in the middle of a line of the log

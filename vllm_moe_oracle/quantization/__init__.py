@@ -105,11 +105,13 @@ def config_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
 
 
 MAX_SIMILAR_NOTES = 5
+"""Notes that differ in a quoted name alone, of which more are counted instead."""
 _MAX_COUNTED = 10_000
 """Notes after which no more are counted."""
 
 
 def _shortened_notes(notes: Iterable[str]) -> Iterable[str]:
+    """The first notes of each kind; of its others their number, exact up to `_MAX_COUNTED` notes in all."""
     counts: Counter[str] = Counter()
     for note in itertools.islice(notes, _MAX_COUNTED):
         kind = re.sub(r"'[^']*'|\"[^\"]*\"", "", note)
