@@ -42,8 +42,8 @@ from tests.lib.stock_rules import (
     stock_of,
     usual,
 )
+from vllm_moe_oracle.backends._humming import COLUMN_MULTIPLE, ROW_MULTIPLE
 from vllm_moe_oracle.compat import RELEASES
-from vllm_moe_oracle.compat.humming import COLUMN_MULTIPLE, ROW_MULTIPLE
 from vllm_moe_oracle.core.problem import Routing
 from vllm_moe_oracle.oracle.checked_backend import unchecked
 from vllm_moe_oracle.oracle.registry import default_registry

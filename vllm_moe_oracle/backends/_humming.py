@@ -34,7 +34,7 @@ _SINGLE_CODE_LAYOUT_SINCE = "0.1.17"
 """First release of humming-kernels whose wgmma kernels read codes in the order of its mma kernels."""
 
 ROW_MULTIPLE, COLUMN_MULTIPLE = 256, 128
-"""What the library pads rows and columns to."""
+"""Multiples to which the library pads rows and columns of both matrices; vLLM passes them to it."""
 
 _MX = Capabilities(
     # From sm_100 on, the order of the codes depends on the CUDA compiler that the library finds.

@@ -19,12 +19,9 @@ import torch
 from packaging.version import Version
 
 from ..backends import Tensors
+from ..backends._humming import COLUMN_MULTIPLE, ROW_MULTIPLE
 from ..core.problem import MX_BLOCK, Problem
 from ..core.sharding import loaded_group_size, round_up
-
-ROW_MULTIPLE = 256
-COLUMN_MULTIPLE = 128
-"""Multiples to which stock pads rows and columns of both matrices."""
 
 _QUANT_CONFIG_MODULES = (
     "vllm.model_executor.layers.quantization.utils.humming",
