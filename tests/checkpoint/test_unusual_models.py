@@ -98,8 +98,16 @@ def test_models_that_a_release_has_no_more_are_those_of_its_registry() -> None:
     listed = dict(re.findall(r'"(\w+)": "([\d.]+)"', table))
     oldest = Version(OLDEST_RELEASE)
     assert {name: last for name, last in listed.items() if Version(last) >= oldest} == LAST_RELEASES
-    assert last_release_with(["x", 3, "Grok1ForCausalLM"], "0.24.0+cpu") is None
-    assert last_release_with(["Grok1ForCausalLM"], None) == ("Grok1ForCausalLM", "0.24.0")
+
+
+@pytest.mark.parametrize("vllm", ["0.23.1", "0.24.0", "0.24.0+cpu", "v0.24.0", "0.24.1", "0.24.1rc2", "0.24.2.dev3"])
+def test_patch_releases_have_the_models_of_their_release(vllm: str) -> None:
+    assert last_release_with(["x", 3, "Grok1ForCausalLM"], vllm) is None
+
+
+@pytest.mark.parametrize("vllm", [None, "", "main", "0.25.0", "0.25.0.dev1", "0.240.0", "1.0"])
+def test_later_and_unknown_releases_lack_removed_models(vllm: str | None) -> None:
+    assert last_release_with(["Grok1ForCausalLM"], vllm) == ("Grok1ForCausalLM", "0.24.0")
 
 
 @pytest.mark.parametrize("config", [ERNIE_VL, LONGCAT], ids=["ernie-vl", "longcat"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .min_versions import vllm_at_least
+from packaging.version import InvalidVersion, Version
 
 LAST_RELEASES = {
     "BaiChuanForCausalLM": "0.23.0",
@@ -60,10 +60,18 @@ def last_release_with(architectures: Iterable[object], vllm: str | None) -> tupl
 
     Args:
         architectures: ``architectures`` of its config.
-        vllm: the release, as `vllm_at_least` takes it.
+        vllm: the release, as `min_versions.vllm_at_least` takes it.
     """
     for name in filter(LAST_RELEASES.get, (each for each in architectures if isinstance(each, str))):
         last = LAST_RELEASES[name]
-        if vllm_at_least(vllm, minimum=last) and not (vllm or "").startswith(last):
+        if _is_later(vllm, last):
             return name, last
     return None
+
+
+def _is_later(vllm: str | None, last: str) -> bool:
+    """Whether a version of vLLM comes after a release and its patch releases, which have the same models."""
+    try:
+        return vllm is None or Version(vllm).release[:2] > Version(last).release[:2]
+    except InvalidVersion:
+        return True
