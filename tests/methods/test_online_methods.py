@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.lib.peak_memory import Peak
+from vllm_moe_oracle.core.problem import E8M0_NAN
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.schemes import mxfp8
 from vllm_moe_oracle.settings import ScaleRule
@@ -170,7 +171,7 @@ def test_every_size_that_blocks_do_not_divide_is_named_with_the_layer() -> None:
 def test_nan_weights_get_the_nan_scale() -> None:
     values = weights(2, 4, 64)
     values[1, 2, 40] = torch.nan
-    assert into(values, "ceil")[1][1, 2].tolist()[1] == mxfp8.E8M0_NAN
+    assert into(values, "ceil")[1][1, 2].tolist()[1] == E8M0_NAN
 
 
 def test_the_setting_offers_exactly_the_rules_that_there_are() -> None:

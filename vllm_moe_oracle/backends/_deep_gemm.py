@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..core.decision import ShardPlan
-from ..core.problem import Problem
+from ..core.problem import E8M0_BIAS, Problem
 from ..errors import OracleError
 from ._contract import Builder, Tensors
-from ._padding import E8M0_ONE, pad_expert
+from ._padding import pad_expert
 from ._stock import StockBackend
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class DeepGemmBackend(StockBackend):
         """
         from ..layouts.scales import pack_ue8m0_scales
 
-        padded = pad_expert(expert, problem, plan, scale=E8M0_ONE)
+        padded = pad_expert(expert, problem, plan, scale=E8M0_BIAS)
         return {name: pack_ue8m0_scales(each) if name.endswith("_scale") else each for name, each in padded.items()}
 
     def stock_arguments(self, tensors: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Any]:

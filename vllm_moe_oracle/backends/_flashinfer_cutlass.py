@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from ..core.capabilities import Capabilities, Rule
 from ..core.decision import ShardPlan
-from ..core.problem import MX_BLOCK, Device, Problem
+from ..core.problem import E8M0_BIAS, MX_BLOCK, Device, Problem
 from ..releases import min_versions
 from ._contract import Tensors
 from ._flashinfer_trtllm import EVEN_SPLIT_RULE, LINEAR_PLACEMENT_RULE
-from ._padding import E8M0_ONE, pad_expert
+from ._padding import pad_expert
 from ._stock import EXPERTS, StockBackend
 from ._stock_priority import gpt_oss_priority
 from ._stock_rules import GPT_OSS_ACTIVATION
@@ -104,7 +104,7 @@ def pad_and_swap_halves(expert: Tensors, problem: Problem, plan: ShardPlan) -> d
     from ..layouts.gate_up import swap_gate_up
 
     converted = {}
-    for name, tensor in pad_expert(expert, problem, plan, scale=E8M0_ONE).items():
+    for name, tensor in pad_expert(expert, problem, plan, scale=E8M0_BIAS).items():
         swapped = swap_gate_up(tensor) if name.startswith("w13") else tensor
         converted[name] = swapped.to(torch.bfloat16) if name.endswith("_bias") else swapped
     return converted

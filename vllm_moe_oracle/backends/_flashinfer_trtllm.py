@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from ..core.capabilities import Capabilities, Rule
 from ..core.decision import ShardPlan
-from ..core.problem import MX_BLOCK, Problem
+from ..core.problem import E8M0_BIAS, MX_BLOCK, Problem
 from ..releases import min_versions
 from ._contract import Tensors
-from ._padding import E8M0_ONE, pad_expert
+from ._padding import pad_expert
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +92,7 @@ def to_trtllm_layout(expert: Tensors, problem: Problem, plan: ShardPlan) -> dict
     from ..layouts.trtllm import shuffle_rows
 
     converted = {}
-    for name, padded in pad_expert(expert, problem, plan, scale=E8M0_ONE).items():
+    for name, padded in pad_expert(expert, problem, plan, scale=E8M0_BIAS).items():
         tensor = padded.to(torch.float32) if name.endswith("_bias") else padded
         values = tensor if name.endswith("_bias") else tensor.view(torch.uint8)
         if problem.activation.gated and name.startswith("w13"):

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..core.capabilities import Capabilities, Rule, package_at_least
 from ..core.decision import Numerics, ShardPlan
-from ..core.problem import MX_BLOCK, Device, Problem
+from ..core.problem import E8M0_BIAS, MX_BLOCK, Device, Problem
 from ..core.sharding import loaded_group_size, round_up
 from ..releases import min_versions
 from ._contract import Builder, Tensors
-from ._padding import E8M0_ONE, order_rows_for_stock
+from ._padding import order_rows_for_stock
 from ._stock import StockBackend
 from ._stock_priority import prefers_humming
 from ._stock_rules import FROM_SM75, STOCK_UNGATED, activation_rule, swigluoai_rule
@@ -270,7 +270,7 @@ class HummingBackend(StockBackend):
                 # The library needs the group size: with one group for all columns it still scales codes.
                 converted[f"{name}_scale"] = permute_scales(pad(scales.to(dtype), groups), on_accumulators=group == -1)
             else:
-                padded = pad(scales, groups, E8M0_ONE)
+                padded = pad(scales, groups, E8M0_BIAS)
                 converted[f"{name}_scale"] = permute_group_scales(padded).view(torch.float8_e8m0fnu)
             if f"{name}_bias" in ordered:
                 converted[f"{name}_bias"] = permute_bias(pad_rows(ordered[f"{name}_bias"].to(dtype), rows))

@@ -12,9 +12,6 @@ from ._contract import Tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-E8M0_ONE = 127
-"""The e8m0 code of 1.0."""
-
 
 def pad_expert(
     expert: Tensors, problem: Problem, plan: ShardPlan, *, code: int = 0, scale: int = 0

@@ -38,6 +38,13 @@ EVEN_SPLIT_MODEL_TYPE = "gpt_oss"
 MX_BLOCK = 32
 """Elements per e8m0 scale in every OCP microscaling (MX) format, specification v1.0, table 1."""
 
+E8M0_BIAS = 127
+"""The bias of e8m0 scale codes, which stand for 2**(code - bias); also the code of 1.0."""
+E8M0_MAX = 254
+"""Largest e8m0 code that is a number: 2**127."""
+E8M0_NAN = 255
+"""The e8m0 code of NaN."""
+
 _MX_BITS: dict[str, int] = {"mxfp8": 8, "mxfp4": 4}
 """Bits of an element of the MX schemes."""
 

@@ -13,15 +13,14 @@ import functools
 
 import torch
 
+from ..core.problem import E8M0_BIAS, E8M0_NAN, MX_BLOCK
+
 _MAX_EXPONENT = 8  # exponent of the largest e2m1 significand that e4m3 holds: 1.5 * 2**8 = 384
 _MIN_EXPONENT = -9  # exponent of e4m3's last subnormal bit
 MAX_EXPONENT_SPREAD = _MAX_EXPONENT - _MIN_EXPONENT
 """Largest difference between the exponents of a row's largest value and of its lowest last bit."""
 
-_E8M0_BIAS = 127
-_E8M0_NAN = 255
 _MIN_NORMAL_EXPONENT = -126  # a smaller row scale is subnormal, which kernels flush to zero
-_BLOCK = 32
 _CHUNK_ELEMENTS_MXFP4 = 1 << 22
 """MXFP4 values folded per pass, with three bytes of temporaries each."""
 _CHUNK_ELEMENTS_MXFP8 = 1 << 20
@@ -41,7 +40,7 @@ _TOP_EXPONENTS = (-_NO_EXPONENT, -1, 0, 0, 1, 1, 2, 2)
 
 def _exp2(exponents: torch.Tensor) -> torch.Tensor:
     """float32 powers of two of int32 from -126 to 127, assembled from bits: `pow` is not exact on every GPU."""
-    return (exponents + _E8M0_BIAS << 23).view(torch.float32)
+    return (exponents + E8M0_BIAS << 23).view(torch.float32)
 
 
 def _row_slices(rows: int, columns: int, max_elements: int) -> list[slice]:
@@ -85,12 +84,12 @@ def _row_exponents(
     """`row_exponents` with the tables of `_tables`."""
 
     def part(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        places, blocks = codes[rows].to(torch.int32).view(-1), (*scales[rows].shape, _BLOCK // 2)
+        places, blocks = codes[rows].to(torch.int32).view(-1), (*scales[rows].shape, MX_BLOCK // 2)
         top = (tops.index_select(0, places).view(blocks).amax(-1) + scales[rows]).amax(-1)
         return top, (lasts.index_select(0, places).view(blocks).amin(-1) + scales[rows]).amin(-1)
 
     parts = zip(*map(part, _row_slices(codes.shape[0], 2 * codes.shape[1], _CHUNK_ELEMENTS_MXFP4)), strict=True)
-    top, last = (torch.cat(each).to(torch.int32) - _E8M0_BIAS for each in parts)
+    top, last = (torch.cat(each).to(torch.int32) - E8M0_BIAS for each in parts)
     return top, last
 
 
@@ -124,13 +123,13 @@ def fold_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
         return pairs.view(torch.float8_e4m3fn), codes.new_empty(codes.shape[0], dtype=torch.float32)
     tops, lasts, folded = _tables(codes.device)
     top, last = _row_exponents(codes, scales, tops, lasts)
-    lost = (scales == _E8M0_NAN).any(-1) | (top - last > MAX_EXPONENT_SPREAD)
+    lost = (scales == E8M0_NAN).any(-1) | (top - last > MAX_EXPONENT_SPREAD)
     # The lowest possible scale, so that most codes are normal; a row of zeros may have any.
-    exponent = (top - _MAX_EXPONENT).clamp(min=_MIN_NORMAL_EXPONENT, max=_E8M0_BIAS)
-    lowest = exponent + (_E8M0_BIAS + _SHIFT_RANGE[0])
+    exponent = (top - _MAX_EXPONENT).clamp(min=_MIN_NORMAL_EXPONENT, max=E8M0_BIAS)
+    lowest = exponent + (E8M0_BIAS + _SHIFT_RANGE[0])
     table = (scales - lowest[:, None]).clamp_(0, _SHIFT_RANGE[1] - _SHIFT_RANGE[0]).mul_(256)
     for rows in _row_slices(codes.shape[0], 2 * codes.shape[1], _CHUNK_ELEMENTS_MXFP4):
-        blocks = codes[rows].view(*table[rows].shape, _BLOCK // 2)
+        blocks = codes[rows].view(*table[rows].shape, MX_BLOCK // 2)
         torch.index_select(folded, 0, (blocks + table[rows, :, None]).view(-1), out=pairs[rows].view(-1))
     return pairs.view(torch.float8_e4m3fn), _exp2(exponent).masked_fill(lost, float("nan"))
 
@@ -151,10 +150,10 @@ def fold_mxfp8(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
     factors = torch.empty(codes.shape[0], dtype=torch.float32, device=codes.device)
     errors = torch.empty_like(factors)
     for rows in [] if codes.is_meta else _row_slices(codes.shape[0], codes.shape[1], _CHUNK_ELEMENTS_MXFP8):
-        values = codes[rows].float().view(-1, codes.shape[1] // _BLOCK, _BLOCK)
-        power = scales[rows].to(torch.int32) - _E8M0_BIAS
+        values = codes[rows].float().view(-1, codes.shape[1] // MX_BLOCK, MX_BLOCK)
+        power = scales[rows].to(torch.int32) - E8M0_BIAS
         largest = values.abs().amax(-1)
-        nan = ((scales[rows] == _E8M0_NAN) | largest.isnan()).any(-1)
+        nan = ((scales[rows] == E8M0_NAN) | largest.isnan()).any(-1)
         # The power of two that brings the largest value closest to 448 from below: 448 is 0.875 * 2**9.
         mantissa, exponent = torch.frexp(largest)
         needed = power + exponent.to(torch.int32) - 9 + (mantissa > 0.875).to(torch.int32)
@@ -162,11 +161,11 @@ def fold_mxfp8(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
             needed.masked_fill(largest == 0, _MIN_NORMAL_EXPONENT)
             .amax(-1)
             .masked_fill(nan, 0)
-            .clamp(min=_MIN_NORMAL_EXPONENT, max=_E8M0_BIAS)
+            .clamp(min=_MIN_NORMAL_EXPONENT, max=E8M0_BIAS)
         )
         # A block of zeros may have any scale.
         scaled = (
-            values * _exp2((power - exponent[:, None]).clamp(_UNDERFLOW_EXPONENT, _E8M0_BIAS))[:, :, None]
+            values * _exp2((power - exponent[:, None]).clamp(_UNDERFLOW_EXPONENT, E8M0_BIAS))[:, :, None]
         ).nan_to_num()
         folded[rows] = scaled.clamp(-448.0, 448.0).flatten(1).to(torch.float8_e4m3fn)
         lost = (folded[rows].float().view(values.shape) - scaled).norm(dim=-1)

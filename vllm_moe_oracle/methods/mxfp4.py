@@ -18,12 +18,11 @@ from vllm.model_executor.layers.quantization import mxfp4 as stock
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 from ..compat.layer_context import current_layer, set_current_layer
-from ..core.problem import MX_BLOCK, ActivationPrecision, Problem, Scheme
+from ..core.problem import E8M0_BIAS, MX_BLOCK, ActivationPrecision, Problem, Scheme
 from ..core.sharding import shard_by_blocks, shard_size
 from ..errors import CheckpointError, SettingError
 from ..quantization.fields import exclusion_matcher, read_names
 from ..quantization.gpt_oss import EXCLUSION_FIELDS, reject_compressed_tensors, reject_excluded_experts
-from ..schemes.mxfp8 import E8M0_BIAS
 from . import weight_loading
 from .base import OracleMoEMethod
 from .dtypes import EmulatedDtypesMixin

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.problem import MX_BLOCK, Problem
+from ..core.problem import E8M0_BIAS, E8M0_MAX, E8M0_NAN, MX_BLOCK, Problem
 from ..errors import CheckpointError
 from ._checks import (
     FLOAT_DTYPES,
@@ -25,12 +25,6 @@ from ._checks import (
 )
 
 ScaleRule = Literal["ceil", "floor", "llm-compressor"]
-
-E8M0_BIAS = 127
-E8M0_MAX = 254
-"""Largest scale code that is a number: 2**127."""
-E8M0_NAN = 255
-"""The scale code for NaN."""
 
 CANONICAL_NAMES = {
     "w13_weight": "w13",

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .mxfp8 import E4M3_MAX, E8M0_BIAS, e8m0_from_amax
+from ..core.problem import E8M0_BIAS
+from .mxfp8 import E4M3_MAX, e8m0_from_amax
 
 GROUP_SIZE = 128
 

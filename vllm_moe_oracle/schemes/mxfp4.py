@@ -19,9 +19,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.problem import MX_BLOCK, Problem
+from ..core.problem import E8M0_NAN, MX_BLOCK, Problem
 from . import _mx
-from ._mx import DUMMY_FILL, E8M0_NAN, ScaleRule, e8m0_to_float, parameter_names, read, shapes
+from ._mx import DUMMY_FILL, ScaleRule, e8m0_to_float, parameter_names, read, shapes
 
 __all__ = [
     "DUMMY_FILL",

@@ -17,17 +17,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.problem import MX_BLOCK, Problem
+from ..core.problem import E8M0_NAN, MX_BLOCK, Problem
 from ..errors import CheckpointError
 from . import _mx
-from ._mx import CANONICAL_NAMES, DUMMY_FILL, E8M0_BIAS, E8M0_NAN, ScaleRule, e8m0_to_float, parameter_names, shapes
+from ._mx import CANONICAL_NAMES, DUMMY_FILL, ScaleRule, e8m0_to_float, parameter_names, shapes
 
 __all__ = [
     "CANONICAL_NAMES",
     "DUMMY_FILL",
     "E4M3_MAX",
-    "E8M0_BIAS",
-    "E8M0_NAN",
     "PASS_BYTES",
     "UNLOADED",
     "ScaleRule",

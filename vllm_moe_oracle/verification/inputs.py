@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import schemes
 from ..backends import Tensors
 from ..core.activations import spec_of
-from ..core.problem import Problem
+from ..core.problem import E8M0_MAX, Problem
 
 NUM_TOKENS = 16
 """Number of different tokens in a group of a check; calls with more repeat them."""
@@ -74,9 +74,6 @@ own largest call, but allocates it while other layers may still be loaded."""
 _HOST_PRODUCTS = 1 << 33
 """Multiplications of the first product in the call with many tokens, at most, where there is no GPU."""
 
-_MAX_E8M0_CODE = 254
-"""The e8m0 code of 2**127; 255 is NaN."""
-
 _HASH_MULTIPLIERS = (0x21F0AAAD, 0x735A2D97)
 """Odd multipliers below 2**31 of a 32-bit hash in which each input bit flips each output bit about half of the time
 (Wellons, "Hash Function Prospector", 2018)."""
@@ -130,7 +127,7 @@ def make_discriminating(experts: dict[str, Tensor], problem: Problem) -> None:
     for name in ("w13_scale", "w2_scale"):
         scales = experts[name]
         if scales.dtype == torch.uint8:
-            experts[name] = scales.clamp(max=_MAX_E8M0_CODE - 1) + _random_bits(scales)
+            experts[name] = scales.clamp(max=E8M0_MAX - 1) + _random_bits(scales)
         else:
             doubled = scales * (1 + _random_bits(scales)).to(scales.dtype)
             experts[name] = torch.where(doubled.isfinite(), doubled, scales)
