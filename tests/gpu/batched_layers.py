@@ -50,6 +50,7 @@ from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.core.decision import Rejected
 from vllm_moe_oracle.core.problem import Parallel, Problem
 from vllm_moe_oracle.devices import detect
+from vllm_moe_oracle.layouts.byte_views import stack_bytes
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measuring import engine, random_weights, timing
 from vllm_moe_oracle.oracle.registry import default_registry
@@ -197,7 +198,7 @@ class Experts:
         for _ in range(max(1, min(engine.MAX_COPIES, math.ceil(engine.ROTATION_BYTES / size)))):
             tensors = {
                 name: random_weights.repeat_experts(
-                    random_weights.stack_bytes(tuple(each[name] for each in converted)), problem.local_experts
+                    stack_bytes([each[name] for each in converted]), problem.local_experts
                 )
                 for name in converted[0]
             }

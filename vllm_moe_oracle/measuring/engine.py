@@ -27,6 +27,7 @@ from ..compat import current_adapter
 from ..compat.experts_builder import VllmBuilder
 from ..core.problem import Device, Problem
 from ..errors import MeasurementError, sanitize
+from ..layouts.byte_views import stack_bytes
 from ..measurements.kernel_shape import RoutingKind, Sample
 from ..verification import tolerances
 from . import random_weights, timing
@@ -135,7 +136,7 @@ class BackendLayer:
         for _ in range(max(1, min(copies, math.ceil(ROTATION_BYTES / max(size, 1))))):
             tensors = {
                 name: random_weights.repeat_experts(
-                    random_weights.stack_bytes(tuple(each[name] for each in converted)), problem.local_experts
+                    stack_bytes([each[name] for each in converted]), problem.local_experts
                 )
                 for name in converted[0]
             }

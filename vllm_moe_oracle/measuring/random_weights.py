@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import schemes
 from ..core.problem import Problem
+from ..layouts.byte_views import stack_bytes
 from ..measurements.kernel_shape import RoutingKind
 
 DISTINCT_EXPERTS = 4
@@ -74,11 +75,6 @@ def _random_wna16(
         index = torch.randint(0, groups, shapes[f"{name}_group_index"], device=device, generator=generator)
         made[f"{name}_group_index"] = index.sort(-1).values.to(torch.int32)
     return made
-
-
-def stack_bytes(tensors: tuple[Tensor, ...]) -> Tensor:
-    """`torch.stack` that also works for 8-bit dtypes without a stack kernel."""
-    return torch.stack([each.view(torch.uint8) for each in tensors]).view(tensors[0].dtype)
 
 
 def repeat_experts(few: Tensor, count: int) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import schemes
 from ..core.problem import Parallel, Problem, Routing
 from ..errors import CheckpointError
+from ..layouts.byte_views import cat_bytes
 from ..quantization.fields import short_repr
 from ..quantization.types import GATED_PROJECTIONS, UNGATED_PROJECTIONS, LayerNames
 from ..schemes import _wna16_checkpoint as wna16_files
@@ -279,9 +280,7 @@ class StoredExperts:
             for shard, name in shards.items():
                 part = self._read_part(name, canonical, shard, index)
                 parts.append(part if canonical.endswith("_bias") else packed_bytes(part, canonical.endswith("_scale")))
-            # As bytes: torch cannot join every 8-bit dtype.
-            kind = parts[0].dtype
-            joined = torch.cat([each.contiguous().view(torch.uint8) for each in parts]).view(kind)
+            joined = cat_bytes(parts)
             if joined.dtype.is_floating_point and joined.dtype.itemsize > 1:
                 joined = joined.to(getattr(torch, problem.dtype))
             parameters[names[canonical]] = joined.reshape(shapes[canonical])

@@ -12,6 +12,7 @@ from .. import schemes
 from ..backends import Tensors
 from ..core.activations import spec_of
 from ..core.problem import E8M0_MAX, Problem
+from ..layouts.byte_views import stack_bytes
 
 NUM_TOKENS = 16
 """Number of different tokens in a group of a check; calls with more repeat them."""
@@ -106,11 +107,7 @@ def canonical_experts(problem: Problem, raw: Tensors, experts: list[int]) -> dic
     converted = [
         scheme.canonical_expert({name: each[index] for name, each in raw.items()}, problem) for index in experts
     ]
-    # As bytes: torch cannot stack every 8-bit dtype.
-    return {
-        name: torch.stack([one[name].view(torch.uint8) for one in converted]).view(converted[0][name].dtype)
-        for name in converted[0]
-    }
+    return {name: stack_bytes([one[name] for one in converted]) for name in converted[0]}
 
 
 def make_discriminating(experts: dict[str, Tensor], problem: Problem) -> None:

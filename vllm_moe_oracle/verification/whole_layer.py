@@ -28,6 +28,7 @@ from ..compat.experts_builder import VllmBuilder
 from ..core.decision import ShardPlan
 from ..core.problem import Problem
 from ..errors import CheckpointError, HostMemoryError, asked_memory, describe_error, is_out_of_memory
+from ..layouts.byte_views import cat_bytes
 from ..oracle.checked_backend import overrides
 from . import bounds, inputs, process_state, routing, self_check
 from .tolerances import rounding_error
@@ -231,11 +232,7 @@ class LayerCheck:
         count = routing.min_experts(problem, backend.capabilities.experts_multiple) if backend.monolithic else 0
         chosen = list(dict.fromkeys(inputs.sample_experts(problem, count)))
         parts = [self._read_raw(index) for index in chosen]
-        # As bytes: torch cannot join every 8-bit dtype.
-        raw = {
-            name: torch.cat([each[name].contiguous().view(torch.uint8) for each in parts]).view(first.dtype)
-            for name, first in parts[0].items()
-        }
+        raw = {name: cat_bytes([each[name] for each in parts]) for name in parts[0]}
         few = dataclasses.replace(
             problem, num_experts=len(chosen), local_experts=len(chosen), top_k=min(problem.top_k, len(chosen))
         )
