@@ -267,6 +267,49 @@ def test_the_way_out_is_that_of_the_nearest_candidate_that_has_one() -> None:
     assert caught.value.remedy == "Nearest is near: do b"
 
 
+def test_the_rule_and_the_way_out_name_one_nearest_candidate() -> None:
+    """It is one that a remedy makes run, although another has fewer reasons, and the first of these in static order."""
+    some = registry([
+        refusing("hopeless", "one", rank=1.0),
+        refusing("near_later", "one", "two", remedy="do b", rank=3.0),
+        refusing("near", "one", "two", remedy="do a", rank=2.0),
+        refusing("far", "one", "two", "three", remedy="do c", rank=0.0),
+    ])  # fmt: skip
+    with pytest.raises(NoBackendError) as caught:
+        decide(problem(), H200, settings(), registry=some)
+    assert "here, on NVIDIA H200 (sm_90); for example near: near refuses by one" in caught.value.rule
+    assert caught.value.remedy == "Nearest is near: do a; do a"
+    with_reference = registry([backend("emulation"), *some])
+    explanation = decide(problem(), CPU, settings(), registry=with_reference).explanation
+    assert "; nearest is near: near refuses by one" in explanation
+
+
+def test_a_kernel_that_runs_by_name_is_the_nearest() -> None:
+    some = registry([
+        refusing("fixable", "one", "two", remedy="do a"),
+        backend("named", only_by_name=lambda self, problem, device: "was not measured"),
+    ])  # fmt: skip
+    with pytest.raises(NoBackendError) as caught:
+        decide(problem(), H200, settings(), registry=some)
+    assert "; nearest is named: was not measured: it runs only when it is asked for by name" in caught.value.rule
+    assert caught.value.remedy == "named can run it: the setting backend=named"
+
+
+def test_candidates_without_a_choice_are_in_static_order() -> None:
+    some = registry([
+        backend("emulation", rank=9.0, only_by_name=Emulation.only_by_name),
+        refusing("b", "one", rank=2.0),
+        refusing("a", "one", rank=2.0),
+        backend("named", rank=1.0, only_by_name=lambda self, problem, device: "was not measured"),
+    ])  # fmt: skip
+    with pytest.raises(NoBackendError) as caught:
+        decide(problem(), H200, settings(), registry=some)
+    assert [each.backend for each in caught.value.candidates] == ["named", "a", "b", "emulation"]
+    table = str(caught.value).splitlines()
+    places = [next(at for at, line in enumerate(table) if line.startswith(f"  {name} ")) for name in "ab"]
+    assert places == sorted(places)
+
+
 def test_a_backend_that_raises_is_rejected_and_harms_no_other() -> None:
     def explode(*args: Any) -> Any:
         raise ZeroDivisionError("by the author")

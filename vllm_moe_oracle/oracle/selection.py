@@ -164,7 +164,12 @@ def decide(
 def _no_choice_error(case: _DecisionInput, note: str) -> NoBackendError:
     """That no candidate runs the layer without being named, with every reason; `note`: what was asked for before."""
     what = "kernel" if case.accepted else "backend"
-    rejected = tuple(_only_by_name(candidate, case.registry) for candidate in case.candidates)
+    rejected = tuple(
+        sorted(
+            (_only_by_name(candidate, case.registry) for candidate in case.candidates),
+            key=lambda each: (each.priority, each.backend),
+        )
+    )
     case = dataclasses.replace(case, candidates=rejected)
     kernels = tuple(each for each in rejected if what == "backend" or each.backend != REFERENCE_BACKEND)
     rule = f"no {what} can run {case.problem.scheme.name} experts here, on {case.device}"
@@ -413,19 +418,30 @@ def _merge_reasons(candidates: list[Candidate]) -> str:
     return "; ".join(shared + apart)
 
 
+def _distance(candidate: Candidate) -> tuple[bool, int]:
+    """How far a candidate is from running the layer: one that remedies make run is nearer than any other, then one with
+    fewer reasons against it."""
+    return not all(reason.remedy for reason in candidate.reasons), len(candidate.reasons)
+
+
+def _nearest(candidates: Iterable[Candidate]) -> Candidate | None:
+    """The candidate with the least `_distance`, of several the first in static order; None without candidates."""
+    return min(candidates, key=lambda each: (_distance(each), each.priority, each.backend), default=None)
+
+
 def _describe_shared_reasons(candidates: tuple[Candidate, ...]) -> str:
-    """What speaks against the backend with the fewest reasons against it, or against all of those, as words behind a
-    rule; where these differ, against the first of them."""
-    fewest = min((len(each.sentences) for each in candidates), default=0)
-    nearest = [each.sentences for each in candidates if len(each.sentences) == fewest]
-    shared = [sentence for sentence in nearest[0] if all(sentence in each for each in nearest)] if nearest else []
-    if len(nearest) == 1:
-        name = next(each.backend for each in candidates if len(each.sentences) == fewest)
-        return f"; nearest is {name}: {'; '.join(shared)}"
+    """What speaks against the nearest candidate, as words behind a rule; what speaks against all of those that are as
+    near, where they share a reason."""
+    nearest = _nearest(candidates)
+    if nearest is None:
+        return ""
+    as_near = [each for each in candidates if _distance(each) == _distance(nearest)]
+    if len(as_near) == 1:
+        return f"; nearest is {nearest.backend}: {'; '.join(nearest.sentences)}"
+    shared = [sentence for sentence in nearest.sentences if all(sentence in each.sentences for each in as_near)]
     if shared:
         return f"; each one: {'; '.join(shared)}"
-    first = next((each for each in candidates if len(each.sentences) == fewest), None)
-    return f"; for example {first.backend}: {'; '.join(first.sentences)}" if first is not None else ""
+    return f"; for example {nearest.backend}: {'; '.join(nearest.sentences)}"
 
 
 def _describe_unavailable(request: _ExplicitRequest, requested: list[Candidate], case: _DecisionInput) -> str:
@@ -479,14 +495,14 @@ def _accepted_names(request: _ExplicitRequest, case: _DecisionInput) -> str:
 
 
 def _nearest_remedy(case: _DecisionInput) -> str:
-    """The remedies of the rejected candidate with the fewest reasons, all of which have a remedy, and how to ask for
-    those that run by name alone; "" without either."""
+    """The remedies of the nearest candidate whose reasons all have one, and how to ask for those that run by name alone;
+    "" without either."""
     fixable = [candidate for candidate in case.candidates if all(reason.remedy for reason in candidate.reasons)]
     by_name = [candidate for candidate in fixable if candidate.reasons and candidate.reasons[0].code == "by_name"]
-    others = [candidate for candidate in fixable if candidate not in by_name]
+    slow = [candidate for candidate in by_name if candidate.backend == REFERENCE_BACKEND]
+    nearest = _nearest(candidate for candidate in fixable if candidate not in slow)
     sentences = []
-    if others:
-        nearest = min(others, key=lambda candidate: len(candidate.reasons))
+    if nearest is not None and nearest not in by_name:
         sentences = [f"Nearest is {nearest.backend}: {'; '.join(reason.remedy for reason in nearest.reasons)}"]
     for each in by_name:
         how = "runs it slowly" if each.backend == REFERENCE_BACKEND else "can run it"
@@ -495,14 +511,12 @@ def _nearest_remedy(case: _DecisionInput) -> str:
 
 
 def _explain_reference(case: _DecisionInput) -> str:
-    """Why only the reference runs the layer, with the nearest candidate for this kind of device: the one with the
-    fewest reasons against it."""
+    """Why only the reference runs the layer, with the nearest candidate for this kind of device."""
     rejected = [each for each in case.candidates if not each.accepted]
-    nearby = [each for each in rejected if all(reason.code != "device" for reason in each.reasons)]
-    if not nearby:
+    nearest = _nearest(each for each in rejected if all(reason.code != "device" for reason in each.reasons))
+    if nearest is None:
         return f"no other backend runs {case.problem.scheme.name} experts on {case.device}"
     words = f"no kernel for {case.device} can run the layer; {REFERENCE_BACKEND} runs it slowly"
-    nearest = min(nearby, key=lambda candidate: (len(candidate.reasons), candidate.priority))
     return f"{words}; nearest is {nearest.backend}: {'; '.join(map(str, nearest.reasons))}"
 
 
