@@ -65,7 +65,7 @@ class Slowed(Emulation):
 
         def run(out: Tensor, x: Tensor, *rest: Any) -> None:
             if self.fault == "crash" and x.shape[0] == 8:
-                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+                raise RuntimeError("the launch failed\nCUDA error: an illegal memory access was encountered")
             if self.fault == "exit" and x.shape[0] == 4:
                 os._exit(3)
             if self.fault == "hang" and x.shape[0] == 4:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import MeasurementError
+from ..errors import MeasurementError, describe_error
 
 _CONTEXT_ERRORS = (
     "CUDA error",
@@ -41,3 +41,21 @@ class BrokenContextError(MeasurementError):
 def breaks_context(failure: str) -> bool:
     """Whether an error's message says that the CUDA context is broken."""
     return any(words in failure for words in _CONTEXT_ERRORS)
+
+
+def raise_if_broken(backend: str, error: Exception) -> None:
+    """Raises if an exception says anywhere in its message that the CUDA context is broken.
+
+    Args:
+        backend: name of the backend that ran.
+        error: what it raised.
+
+    Raises:
+        BrokenContextError: it does. Its cause is `error`.
+    """
+    try:
+        text = str(error)
+    except Exception:  # a third party's __str__
+        return
+    if breaks_context(text):
+        raise BrokenContextError(backend, describe_error(error)) from error

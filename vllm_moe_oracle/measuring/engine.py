@@ -26,12 +26,12 @@ from ..backends.emulation import forward
 from ..compat import current_adapter
 from ..compat.experts_builder import VllmBuilder
 from ..core.problem import Device, Problem
-from ..errors import MeasurementError, sanitize
+from ..errors import MeasurementError, describe_error
 from ..layouts.byte_views import stack_bytes
 from ..measurements.kernel_shape import RoutingKind, Sample
 from ..verification import tolerances
 from . import random_weights, timing
-from .broken_context import BrokenContextError, breaks_context
+from .broken_context import raise_if_broken
 from .random_weights import TokenBatch
 from .timing import Clock, Run
 
@@ -48,10 +48,6 @@ CHECKED_TOKENS = 4
 """Tokens of a call whose output is compared with the reference."""
 
 _NO_FIXED_TILES: Mapping[str, str] = MappingProxyType({})
-
-
-def _first_line(error: Exception) -> str:
-    return sanitize(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
 
 
 OnBackend = Callable[[str], None]
@@ -245,9 +241,8 @@ class LayerBench:
         Raises:
             BrokenContextError: nothing runs in this process any more.
         """
-        self.failures[name] = _first_line(error)
-        if breaks_context(self.failures[name]):
-            raise BrokenContextError(name, self.failures[name]) from error
+        self.failures[name] = describe_error(error)
+        raise_if_broken(name, error)
         self._layers.pop(name, None)
         self.stock_layers.pop(name, None)
         free_memory(self.context.device)
@@ -276,9 +271,8 @@ class LayerBench:
             try:
                 self._call(TileVariant(name, tile), tokens)
             except Exception as error:  # whatever a kernel raises is the answer
-                failure = _first_line(error)
-                if breaks_context(failure):
-                    raise BrokenContextError(name, failure) from error
+                failure = describe_error(error)
+                raise_if_broken(name, error)
         return failure
 
     def _call(self, variant: TileVariant, tokens: TokenBatch) -> None:
@@ -327,8 +321,7 @@ class LayerBench:
             with self._timed_phase(f"tiles {variant.backend}", variant.backend):
                 self._call(variant, tokens)
         except Exception as error:  # whatever a kernel raises is why the tile is skipped
-            if breaks_context(str(error)):
-                raise BrokenContextError(variant.backend, f"{error}".splitlines()[0][:300]) from error
+            raise_if_broken(variant.backend, error)
             logger.info("moe_oracle: %s with %s: %s", variant.backend, variant.tile, error)
             return False
         return True
@@ -375,7 +368,8 @@ class LayerBench:
             try:
                 graphs[variant], errors[variant] = self._capture(variant, tokens, references)
             except Exception as error:  # whatever a kernel raises is why it is not timed
-                if not variant.default and not breaks_context(str(error)):
+                raise_if_broken(variant.backend, error)
+                if not variant.default:
                     logger.info("moe_oracle: %s with %s: %s", variant.backend, variant.tile, error)
                     continue
                 self.fail(variant.backend, error)
