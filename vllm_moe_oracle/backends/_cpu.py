@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OracleError
@@ -57,3 +58,20 @@ def fill_empty_slots(topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor 
         ids = expert_map.to(torch.int32)[ids.clamp(min=0).long()].masked_fill(ids < 0, -1)
     weights = topk_weights.to(torch.float32).masked_fill(ids < 0, 0.0)
     return weights.contiguous(), ids.clamp(min=0).contiguous()
+
+
+def write_contiguous(out: Tensor, write: Callable[[Tensor], object]) -> None:
+    """Fills an output through an operator that asks for a contiguous one.
+
+    Args:
+        out: the output; contiguous or not.
+        write: calls the operator with a contiguous tensor of the same shape and dtype, which it fills.
+    """
+    import torch
+
+    if out.is_contiguous():
+        write(out)
+        return
+    target = torch.empty_like(out, memory_format=torch.contiguous_format)
+    write(target)
+    out.copy_(target)

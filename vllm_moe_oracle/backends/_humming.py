@@ -25,7 +25,7 @@ from ._contract import Builder, Tensors
 from ._padding import order_rows_for_stock
 from ._stock import StockBackend
 from ._stock_priority import prefers_humming
-from ._stock_rules import FROM_SM75, STOCK_UNGATED, activation_rule, swigluoai_rule
+from ._stock_rules import FROM_SM75, STOCK_UNGATED, activation_rule, integer_weights, swigluoai_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -222,8 +222,7 @@ class HummingBackend(StockBackend):
         """With integers the group scale multiplies in 16 bits, so that a weight is rounded once."""
         weights = "converted exactly to bfloat16 and scaled in bfloat16"
         if problem.scheme.name == "wna16":
-            scaled = f"scaled in {problem.dtype}" if problem.scheme.group_size != -1 else "the sums scaled by channel"
-            weights = f"integer codes converted exactly to {problem.dtype}, {scaled}"
+            weights = integer_weights(problem)
         return Numerics(weights, f"left in {problem.dtype}", accumulation(problem))
 
     def compile_keys(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:

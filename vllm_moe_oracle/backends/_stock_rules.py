@@ -1,4 +1,4 @@
-"""Rules that backends over vLLM's own kernels share, and their usual ranges of devices."""
+"""What backends over vLLM's own kernels share: rules, usual ranges of devices, and how weights are dequantized."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ STOCK_UNGATED = ("silu", "gelu", "gelu_tanh", "relu2")
 
 GPT_OSS_ACTIVATION = with_defaults(Activation("swigluoai", interleaved=True))
 """gpt-oss's activation: vLLM's kernels for alternating rows have its constants built in."""
+
+
+def integer_weights(problem: Problem) -> str:
+    """How kernels dequantize integers that apply group scales in the model's dtype, for `Numerics.weights`. With one
+    scale per output row they scale the sums."""
+    scaled = f"scaled in {problem.dtype}" if problem.scheme.group_size != -1 else "the sums scaled by channel"
+    return f"integer codes converted exactly to {problem.dtype}, {scaled}"
 
 
 def lora_rule(padding: tuple[int, int]) -> Rule:

@@ -25,7 +25,7 @@ from ..core.decision import Numerics, ShardPlan
 from ..core.problem import Device, Problem
 from ..core.sharding import padded_plan
 from ._contract import Backend, Builder, Tensors
-from ._cpu import fill_empty_slots, require_operator
+from ._cpu import fill_empty_slots, require_operator, write_contiguous
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -176,13 +176,11 @@ class CpuDequantized(Backend):
                 x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
             weights, ids = fill_empty_slots(topk_weights, topk_ids, expert_map)
             weights = weights if factor is None else weights * factor
-            target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-            operator(
-                target, x.contiguous(), tensors["w13"], tensors["w2"], tensors.get("w13_bias"), tensors.get("w2_bias"),
+            others = (
+                x.contiguous(), tensors["w13"], tensors["w2"], tensors.get("w13_bias"), tensors.get("w2_bias"),
                 weights, ids, False, problem.activation.name, plan.layout,
             )  # fmt: skip
-            if target is not out:
-                out.copy_(target)
+            write_contiguous(out, lambda target: operator(target, *others))
 
         return builder.from_function(run)
 

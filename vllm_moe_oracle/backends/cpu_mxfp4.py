@@ -15,7 +15,7 @@ from ..core.decision import Numerics, ShardPlan
 from ..core.problem import MX_BLOCK, Problem
 from ..releases import min_versions
 from ._contract import Backend, Builder, Tensors
-from ._cpu import fill_empty_slots, require_operator
+from ._cpu import fill_empty_slots, require_operator, write_contiguous
 from ._stock import schema_arguments
 
 if TYPE_CHECKING:
@@ -98,7 +98,6 @@ class CpuMxfp4(Backend):
         Raises:
             OracleError: this build of vLLM does not have it.
         """
-        import torch
 
         operator = require_operator("fused_experts_cpu", problem.layer).default
         activation = problem.activation
@@ -124,10 +123,7 @@ class CpuMxfp4(Backend):
             if "out" not in known:
                 out.copy_(operator(**given, **constant))
                 return
-            target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-            operator(out=target, **given, **constant)
-            if target is not out:
-                out.copy_(target)
+            write_contiguous(out, lambda target: operator(out=target, **given, **constant))
 
         return builder.from_function(run)
 

@@ -195,17 +195,33 @@ def ieee_fp32_matmul() -> Iterator[None]:
 
     Sets torch's per-library `fp32_precision`: after it was used once, torch raises when the global setting is read.
     """
-    import torch
-
-    libraries: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
-    before = [library.fp32_precision for library in libraries]
+    before = fp32_precisions()
     try:
-        for library in libraries:
-            library.fp32_precision = "ieee"
+        set_fp32_precisions(["ieee"] * len(before))
         yield
     finally:
-        for library, precision in zip(libraries, before, strict=True):
-            library.fp32_precision = precision
+        set_fp32_precisions(before)
+
+
+def _matmul_libraries() -> list[Any]:
+    import torch
+
+    return [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+
+
+def fp32_precisions() -> list[str]:
+    """The precision in which each of torch's libraries computes float32 products."""
+    return [library.fp32_precision for library in _matmul_libraries()]
+
+
+def set_fp32_precisions(precisions: list[str]) -> None:
+    """Sets the precision of each library.
+
+    Args:
+        precisions: in the order of `fp32_precisions`.
+    """
+    for library, precision in zip(_matmul_libraries(), precisions, strict=True):
+        library.fp32_precision = precision
 
 
 def expert_outputs(

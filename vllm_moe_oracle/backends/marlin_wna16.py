@@ -17,7 +17,7 @@ from ._contract import Tensors
 from ._marlin import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE, MarlinBackend
 from ._padding import pad_expert
 from ._stock import EXPERTS
-from ._stock_rules import FROM_SM75, STOCK_GATED, STOCK_UNGATED, activation_rule, lora_rule
+from ._stock_rules import FROM_SM75, STOCK_GATED, STOCK_UNGATED, activation_rule, integer_weights, lora_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,8 +96,7 @@ class MarlinWna16(MarlinBackend):
 
     def numerics(self, problem: Problem) -> Numerics:
         """With one scale per output row the sums are scaled, not the weights."""
-        scaled = f"scaled in {problem.dtype}" if problem.scheme.group_size != -1 else "the sums scaled by channel"
-        return Numerics(f"integer codes converted exactly to {problem.dtype}, {scaled}", f"left in {problem.dtype}")
+        return Numerics(integer_weights(problem), f"left in {problem.dtype}")
 
     def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
         """Pads with scales of zero, then repacks codes, scales, zero points and biases.

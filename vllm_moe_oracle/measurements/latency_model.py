@@ -36,7 +36,8 @@ TILE_ROWS = (8, 16, 32, 64, 128)
 """Heights of the tiles whose rates are fitted: rows of one expert that a block computes at once."""
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Numbers of tokens for which times are predicted where none was measured."""
+"""Numbers of tokens for which times are predicted where none was measured: powers of two for decode batches, and
+prefill chunks up to vLLM's default limits."""
 
 MAX_EXTRAPOLATION = 2.0
 """How far, as a factor, a size may lie outside the fitted layers' before nothing is predicted."""

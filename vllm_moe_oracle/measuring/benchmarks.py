@@ -23,11 +23,12 @@ from ..measurements.bench_records import PEER_PREFIX, STOCK_PREFIX, BenchChoice,
 from ..measurements.environment import Environment
 from ..measurements.kernel_shape import RoutingKind, kernel_shape_of
 from ..measurements.roofline import roofline_us
+from ..methods.measurer import Progress
 from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import decide
 from ..settings import Settings
 from . import engine, peers, timing, worker_pool
-from .precompile import COMPILE_BUDGET_SHARE, ProgressCallback, offset_progress, precompile
+from .precompile import COMPILE_BUDGET_SHARE, offset_progress, precompile
 from .stock_layers import add_stock_layers
 from .tuning import accepted_backends, check_same_gpu
 
@@ -109,7 +110,7 @@ def bench(
     device: Device,
     settings: Settings,
     options: BenchOptions,
-    progress: ProgressCallback = lambda words, done, total: None,
+    progress: Progress = lambda words, done, total: None,
 ) -> Iterator[BenchRecord]:
     """Times layers with the tile configurations that serving would use.
 
@@ -189,7 +190,7 @@ class _BenchTask:
     until: float | None
 
 
-def _bench_on_gpus(tasks: Sequence[_BenchTask], progress: ProgressCallback) -> Iterator[BenchRecord]:
+def _bench_on_gpus(tasks: Sequence[_BenchTask], progress: Progress) -> Iterator[BenchRecord]:
     """Records of several GPUs.
 
     Raises:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..core.problem import Device, Problem
 from ..measurements.bench_records import STOCK_PREFIX
+from ..methods.measurer import Progress
 from ..oracle.registry import default_registry
 from . import engine, worker_pool
 from .stock_layers import add_stock_layers
@@ -30,11 +31,8 @@ CALLS_PER_JOB = 6
 WarmupCall = tuple[int, str]
 """A number of tokens and a tile configuration; "" for the backend's own choice."""
 
-ProgressCallback = Callable[[str, int, int], None]
-"""Receives what is being done, the number of steps done, and the number of steps."""
 
-
-def offset_progress(progress: ProgressCallback, done: int, total: int) -> Callable[[str, int], None]:
+def offset_progress(progress: Progress, done: int, total: int) -> Callable[[str, int], None]:
     """A callback for one part of the steps.
 
     Args:
@@ -133,7 +131,7 @@ def precompile(
     device: Device,
     counts: Sequence[int],
     processes: int,
-    progress: ProgressCallback,
+    progress: Progress,
     gpus: Sequence[str | None] = (),
     tiles: int = 0,
     seconds: float | None = None,

@@ -16,22 +16,23 @@ from itertools import pairwise
 from ..core.problem import Device, Problem
 from ..devices.detect import detect
 from ..errors import MeasurementError, mentions_out_of_memory
-from ..measurements import environment
+from ..measurements import environment, latency_model
 from ..measurements.bench_records import needs_longer
 from ..measurements.environment import Environment
 from ..measurements.kernel_shape import KernelShape, RoutingKind, Sample, kernel_shape_of
 from ..measurements.profile import Profile
 from ..measurements.store import Store
+from ..methods.measurer import Progress
 from ..oracle.measured_choice import MAX_TOKEN_RATIO
 from ..oracle.registry import REFERENCE_BACKEND, default_registry
 from ..oracle.selection import evaluate_candidates
 from ..settings import Settings
 from . import engine, worker_pool
 from .broken_context import BrokenContextError
-from .precompile import COMPILE_BUDGET_SHARE, ProgressCallback, offset_progress, precompile
+from .precompile import COMPILE_BUDGET_SHARE, offset_progress, precompile
 
-TOKEN_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Numbers of tokens: powers of two for decode batches, and prefill chunks up to vLLM's default limits."""
+TOKEN_COUNTS = latency_model.TOKENS
+"""Numbers of tokens that are measured unless others are asked for: those for which times are predicted."""
 
 MIN_TOKEN_COUNTS = 10
 """Fewest numbers of tokens that `tune` measures: its times are kept for every objective. The choice for one objective
@@ -156,7 +157,7 @@ def tune(
     store: Store | None,
     options: TuneOptions,
     known: Sequence[Profile] = (),
-    progress: ProgressCallback = lambda words, done, total: None,
+    progress: Progress = lambda words, done, total: None,
     on_backend: engine.OnBackend = engine.ignore_backend,
 ) -> dict[KernelShape, TuneOutcome]:
     """Measures what is missing, and stores it.
@@ -281,7 +282,7 @@ _LIMIT_GRACE = 2.0
 
 
 def _tune_on_gpus(
-    tasks: Sequence[_TuneTask], sizes: Sequence[int], gpus: Sequence[str | None], progress: ProgressCallback
+    tasks: Sequence[_TuneTask], sizes: Sequence[int], gpus: Sequence[str | None], progress: Progress
 ) -> list[TuneOutcome]:
     """Tunes layers on several GPUs. The outcome of a lost layer has the samples that were stored."""
     outcomes: dict[int, TuneOutcome] = {}

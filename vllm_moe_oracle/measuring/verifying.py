@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,6 +27,7 @@ from ..core.decision import Decision
 from ..core.problem import Device, Problem
 from ..errors import CheckpointError, MeasurementError, NoBackendError
 from ..measurements import lookup
+from ..methods.measurer import Progress
 from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import decide, is_final, remaining_candidates
 from ..oracle.stock_kernels import stock_candidate
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 Status = Literal["passed", "failed", "damaged", "no_backend", "stock"]
 """``passed`` and ``failed``: compared. ``damaged``: the weights cannot be computed with. ``no_backend``: no server
 starts. ``stock``: left to stock vLLM, not compared."""
-
-Progress = Callable[[str, int, int], None]
 
 _MAX_RESUME_BYTES = 64 << 20
 _RESUME_KIND = "vllm-moe-oracle verify"

@@ -51,15 +51,15 @@ class CheckOutcome:
     Attributes:
         message: the error and its tolerance, or the failure; with several ranks, those of the ranks that failed.
         passed: every rank passed.
-        alternatives: backends that every rank could take instead, best first.
+        alternative: the best backend that every rank could take instead; None if there is none.
     """
 
     message: str
     passed: bool
-    alternatives: tuple[str, ...]
+    alternative: str | None
 
 
-_PASSED = CheckOutcome("", True, ())
+_PASSED = CheckOutcome("", True, None)
 
 _CheckKey = tuple[Problem, str]
 _outcomes: dict[_CheckKey, CheckOutcome] = {}
@@ -153,9 +153,9 @@ def reserve_or_fallback(method: LayerMethod, reserve: Callable[[], None], regist
             _convertible.add(key)
             return
         words = f"{name} cannot convert {problem}: {outcome.message}"
-        if is_binding(method) or not outcome.alternatives:
+        if is_binding(method) or outcome.alternative is None:
             raise NoBackendError(words, "Choose another backend", problem.layer)
-        _fall_back(method, words, Reason("defect", outcome.message), "is defective", outcome, registry)
+        _fall_back(method, words, Reason("defect", outcome.message), "is defective", outcome.alternative, registry)
 
 
 def check_or_fallback(
@@ -188,7 +188,7 @@ def check_or_fallback(
             return
         verb = "fails its self-check on" if weights.passed else "cannot hold the loaded weights of"
         failure = f"{name} {verb} {problem}: {outcome.message}"
-        if kernel_built or mode == "strict" or is_binding(method) or not outcome.alternatives:
+        if kernel_built or mode == "strict" or is_binding(method) or outcome.alternative is None:
             if not weights.passed:
                 raise NoBackendError(failure, "Choose another backend", problem.layer)
             remedy = "Choose another backend, and report this with the model's name; "
@@ -196,14 +196,14 @@ def check_or_fallback(
             raise SelfCheckError(failure, remedy, problem.layer)
         code = "self_check" if weights.passed else "weights"
         detail = "failed its self-check on the loaded weights" if weights.passed else "cannot hold the loaded weights"
-        _fall_back(method, failure, Reason(code, f"{detail}: {outcome.message}"), detail, outcome, registry)
+        _fall_back(method, failure, Reason(code, f"{detail}: {outcome.message}"), detail, outcome.alternative, registry)
 
 
 def _fall_back(
-    method: LayerMethod, failure: str, reason: Reason, detail: str, outcome: CheckOutcome, registry: Registry | None
+    method: LayerMethod, failure: str, reason: Reason, detail: str, fallback: str, registry: Registry | None
 ) -> None:
-    """Switches a method to the first alternative of an outcome, and logs the failure."""
-    name, fallback = method.backend.name, outcome.alternatives[0]
+    """Switches a method to another backend, and logs the failure."""
+    name = method.backend.name
     logger.error("moe_oracle: %s: %s; taking %s instead", method.decision.problem.layer, failure, fallback)
     explanation = f"{name}, which {why_tried(method)}, {detail}"
     switch_backend(method, reason, explanation, fallback, registry or default_registry())
@@ -223,7 +223,7 @@ def check_weights(method: LayerMethod, raw: Tensors) -> CheckOutcome:
     """
     backend, problem = method.backend, method.decision.problem
     if not overrides(backend, "validate_weights"):
-        return CheckOutcome("", True, ())
+        return _PASSED
 
     def first_failure() -> str:
         for index in range(problem.local_experts):
@@ -465,14 +465,13 @@ def _combine_ranks(method: LayerMethod, topic: str, failure: Callable[[], str]) 
 
     def local_result() -> dict[str, Any]:
         message = failure()
-        alternatives = remaining_candidates(method.decision, method.backend.name)
-        return {"passed": not message, "message": message, "alternatives": alternatives}
+        candidates = remaining_candidates(method.decision, method.backend.name)
+        return {"passed": not message, "message": message, "candidates": candidates}
 
     ranks = rank_sync.all_gather(method.rank_group, topic, local_result)
     failed = {rank: each["message"] for rank, each in enumerate(ranks) if not each["passed"]}
     message = "; ".join(f"rank {rank}: {text}" if len(ranks) > 1 else text for rank, text in failed.items())
-    common = [name for name in ranks[0]["alternatives"] if all(name in other["alternatives"] for other in ranks)]
-    return CheckOutcome(message, not failed, tuple(common))
+    return CheckOutcome(message, not failed, rank_sync.first_common_name([each["candidates"] for each in ranks]))
 
 
 def _try_kernel(method: LayerMethod, raw: Tensors) -> Comparison | str:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..core.problem import E8M0_NAN, MX_BLOCK, Problem
+from ..layouts.gate_up import deinterleave_gate_up
 from . import _mx
 from ._mx import DUMMY_FILL, ScaleRule, e8m0_to_float, parameter_names, read, shapes
 
@@ -72,12 +73,7 @@ def canonical_expert(expert: Mapping[str, Tensor], problem: Problem) -> dict[str
     """
     if not problem.activation.interleaved:
         return dict(expert)
-    return {name: _deinterleave(tensor) if name.startswith("w13") else tensor for name, tensor in expert.items()}
-
-
-def _deinterleave(rows: Tensor) -> Tensor:
-    """Rows g0, u0, g1, u1, ... as g0, g1, ..., u0, u1, ...; `[R, ...]`, a copy."""
-    return torch.cat((rows[0::2], rows[1::2]))
+    return {name: deinterleave_gate_up(tensor) if name.startswith("w13") else tensor for name, tensor in expert.items()}
 
 
 def check_values(tensors: Mapping[str, Tensor], problem: Problem) -> None:

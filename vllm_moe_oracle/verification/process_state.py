@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ..backends.emulation import fp32_precisions, set_fp32_precisions
+
 _SEED = 0x6D6F656F7261636C
 """A seed that no other code sets."""
 
@@ -39,18 +41,15 @@ def _float32_precisions() -> tuple[str, list[str]]:
         common = torch.get_float32_matmul_precision()
     except RuntimeError:
         common = ""
-    return common, [library.fp32_precision for library in _LIBRARIES]
+    return common, fp32_precisions()
 
 
 def _set_float32_precisions(precisions: tuple[str, list[str]]) -> None:
     common, own = precisions
     if common:  # else torch would raise from now on where others read it
         torch.set_float32_matmul_precision(common)
-    for library, precision in zip(_LIBRARIES, own, strict=True):
-        library.fp32_precision = precision
+    set_fp32_precisions(own)
 
-
-_LIBRARIES: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
