@@ -306,7 +306,7 @@ def test_square_codes_are_read_only_when_something_says_how(bits: int, transpose
     loaded = made.parameters(transposed)
     shape = loaded["w13_weight_packed"].shape
     assert shape[1] == shape[2]
-    words = r"w13_weight_packed \[2, 32, 32\] could have its rows or its input features first. Say which"
+    words = r"w13_weight_packed \[2, 32, 32\] could have its rows or its input features first. Report it with"
     with pytest.raises(CheckpointError, match=words):
         wna16.read(loaded, layer)
     for known in (to_canonical(loaded, layer, transposed), to_canonical(marked(loaded, transposed), layer)):

@@ -173,7 +173,10 @@ def detect_layout(parameters: Mapping[str, Tensor], problem: Problem, is_transpo
     for name, layouts in fitting.items():
         if len(layouts) > 1:
             rule = f"{name} {list(parameters[name].shape)} could have its rows or its input features first"
-            raise CheckpointError(rule, "Say which with is_transposed (True: input features first)", problem.layer)
+            remedy = (
+                "Report it with the checkpoint's name: its files do not say whether rows or input features are first"
+            )
+            raise CheckpointError(rule, remedy, problem.layer)
     first, second = (layouts[0] for layouts in fitting.values())
     if first != second:
         rule = f"{' and '.join(fitting)} do not have their dimensions in the same order"
