@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import vllm
-from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config_or_none
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.distributed import parallel_state
 
@@ -18,6 +18,12 @@ from ..errors import CheckpointError
 @cache
 def _default_engine() -> VllmConfig:
     return VllmConfig()
+
+
+def models_of(engine: VllmConfig) -> list[ModelConfig]:
+    """The engine's model and the one that drafts for it, as far as it has them."""
+    draft = None if engine.speculative_config is None else engine.speculative_config.draft_model_config
+    return [each for each in (engine.model_config, draft) if each is not None]
 
 
 def loads_saved_state(engine: VllmConfig) -> bool:

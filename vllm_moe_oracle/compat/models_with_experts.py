@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
 
+from .engine_adapter import models_of
+
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
@@ -56,10 +58,7 @@ def is_current_model_served() -> bool:
     if reading is not None:
         return reading
     engine = get_current_vllm_config_or_none()
-    if engine is None:
-        return True
-    draft = None if engine.speculative_config is None else engine.speculative_config.draft_model_config
-    models = [each for each in (engine.model_config, draft) if each is not None]
+    models = [] if engine is None else models_of(engine)
     return not models or any(map(has_experts, models))
 
 

@@ -17,7 +17,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from ..checkpoint.tensor_headers import expert_tensor_kinds, has_quantized_tensor
 from ..settings import AUTO
-from .engine_adapter import loads_saved_state, saved_state_error
+from .engine_adapter import loads_saved_state, models_of, saved_state_error
 from .layer_context import current_layer
 
 if TYPE_CHECKING:
@@ -86,6 +86,4 @@ class UnquantizedChoice:
 
     def _serves_model(self, engine: VllmConfig) -> bool:
         """Whether the plugin serves the engine's model or the one that drafts for it."""
-        draft = None if engine.speculative_config is None else engine.speculative_config.draft_model_config
-        models = [each for each in (engine.model_config, draft) if each is not None]
-        return any(each.quantization in self.served for each in models)
+        return any(each.quantization in self.served for each in models_of(engine))
