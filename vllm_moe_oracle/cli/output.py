@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -42,6 +43,11 @@ def show(*parts: Any) -> None:
 def show_line(text: str) -> None:
     """Prints one line for people as it is, not wrapped: a command that they copy."""
     sys.stdout.write(f"{printable(text)}\n")
+
+
+def command_line() -> str:
+    """The command that this process runs, as a shell takes it."""
+    return "vllm-moe-oracle " + shlex.join(sys.argv[1:])
 
 
 def print_json(data: object) -> None:

@@ -27,7 +27,7 @@ from ..methods.measurer import Progress
 from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import decide
 from ..settings import Settings
-from . import engine, peers, timing, worker_pool
+from . import engine, peers, worker_pool
 from .precompile import COMPILE_BUDGET_SHARE, offset_progress, precompile
 from .stock_layers import add_stock_layers
 from .tuning import accepted_backends, check_same_gpu
@@ -95,12 +95,7 @@ def conditions(
         "packages": here.packages,
         "kernels": here.kernels,
         "routing": options.routing,
-        "method": (
-            f"CUDA graphs; {timing.FLUSH_BYTES >> 20} MiB written before each replay; layers under "
-            f"{engine.ROTATION_BYTES >> 20} MiB in several copies that rotate; backends in shuffled order; medians and "
-            f"quartiles in microseconds of up to {options.replays} replays; {engine.CHECKED_TOKENS} tokens of each "
-            "call compared with a float32 reference"
-        ),
+        "method": engine.describe_method(options.replays),
         **({} if found is None else {"peers": found.to_json()}),
     }
 

@@ -50,6 +50,19 @@ CHECKED_TOKENS = 4
 _NO_FIXED_TILES: Mapping[str, str] = MappingProxyType({})
 
 
+def describe_method(replays: int) -> str:
+    """How times are measured, for the conditions that are written beside them.
+
+    Args:
+        replays: most replays of a call.
+    """
+    return (
+        f"CUDA graphs; {timing.FLUSH_BYTES >> 20} MiB written before each replay; layers under {ROTATION_BYTES >> 20} "
+        "MiB in several copies that rotate; backends in shuffled order; medians and quartiles in microseconds of up to "
+        f"{replays} replays; {CHECKED_TOKENS} tokens of each call compared with a float32 reference"
+    )
+
+
 OnBackend = Callable[[str], None]
 """Receives the name of the backend that is about to run, "" before several take turns. Who watches this process learns
 by it which one took the process down."""

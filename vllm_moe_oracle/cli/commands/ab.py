@@ -7,10 +7,8 @@ import dataclasses
 import functools
 import itertools
 import json
-import shlex
 import signal
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -402,7 +400,7 @@ def _print_json(
 ) -> None:
     output.print_json(
         {
-            "command": "vllm-moe-oracle " + shlex.join(sys.argv[1:]),
+            "command": output.command_line(),
             "packages": installed_packages(),
             "model": run.model,
             "options": run.options,

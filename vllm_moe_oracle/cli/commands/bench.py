@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -165,12 +164,11 @@ def _measure(
     """
     from ...measuring import benchmarks
 
-    line = "vllm-moe-oracle " + shlex.join(sys.argv[1:])
     found = benchmarks.find_peers(device, options) if options.peers else None
     if found is not None:
         for name, reason in found.skipped.items():
             output.print_message("note", f"{name} is skipped: {reason}")
-    head = {"conditions": benchmarks.conditions(device, options, line, found)}
+    head = {"conditions": benchmarks.conditions(device, options, output.command_line(), found)}
     records: list[BenchRecord] = []
     try:
         with layer_arguments.progress_bar(as_json) as report:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -68,7 +66,7 @@ def command(
         remedy = "Measure: vllm-moe-oracle tune MODEL, or bench MODEL --jsonl FILE; or name a file"
         raise MeasurementError("there is nothing to report", remedy)
     with output.status_spinner(f"drawing plots of {len(content.panels)} layers"):
-        page, plots = html_report.render(content, "vllm-moe-oracle " + shlex.join(sys.argv[1:]))
+        page, plots = html_report.render(content, output.command_line())
     _write_file(to, page)
     if svg is not None:
         make_folder(svg)

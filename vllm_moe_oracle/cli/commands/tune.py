@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -218,8 +216,7 @@ def _print_note(words: str) -> None:
 def _export(path: Path, outcomes: dict[KernelShape, TuneOutcome], device: Device, options: TuneOptions) -> None:
     """Writes what was measured as a profile."""
     samples = {shape: outcome.samples for shape, outcome in outcomes.items() if outcome.samples}
-    command = "vllm-moe-oracle " + shlex.join(sys.argv[1:])
-    made = profiles.make(Environment.of(device), samples, _conditions(options, command))
+    made = profiles.make(Environment.of(device), samples, _conditions(options))
     profiles.check_replaces(made, path)
     profiles.write(made, path)
 
@@ -275,18 +272,11 @@ def _tune_options(
     return TuneOptions(counts, kinds, replays, 1.0, budget, jobs, remeasure)  # type: ignore[arg-type]
 
 
-def _conditions(plan: TuneOptions, command: str) -> dict[str, str]:
-    from ...measuring import engine, timing
+def _conditions(plan: TuneOptions) -> dict[str, str]:
+    from ...measuring.engine import describe_method
 
-    return {
-        "command": command,
-        "method": (
-            f"CUDA graphs, {timing.FLUSH_BYTES >> 20} MiB written before each replay, backends in changing order, "
-            f"median and quartiles in microseconds of up to {plan.replays} replays; {engine.CHECKED_TOKENS} tokens "
-            "of each call compared with a float32 reference before; beside the own choice of our kernels, and in its "
-            f"place where faster, up to {plan.tiles} tile configurations"
-        ),
-    }
+    tiles = f"in place of our kernels' own choice, the fastest of up to {plan.tiles} tile configurations where faster"
+    return {"command": output.command_line(), "method": f"{describe_method(plan.replays)}; {tiles}"}
 
 
 def _decision_results(
@@ -302,7 +292,7 @@ def _decision_results(
                 problem, device, settings, measurements=lookup.find_measurements(problem, device, settings)
             )
         except NoBackendError as error:
-            outcome.unfinished = outcome.unfinished or error.rule.split("\n")[0]
+            outcome.unfinished = outcome.unfinished or error.rule
         found.append(
             {
                 "layer": problem.layer,
