@@ -180,13 +180,13 @@ class OracleError(Exception):
 
     def __str__(self) -> str:
         # Printable here, too: vLLM logs and prints the exceptions that reach it.
-        message = printable(f"{self.where}: {self.rule}" if self.where else self.rule)
-        if not self.remedy:
-            return message.rstrip("\n")
-        # A rule with a table ends with a line break.
-        return f"{message}{'' if message.endswith(chr(10)) else '. '}{printable(self.remedy)}"
+        return printable(f"{self._head}. {self.remedy}" if self.remedy else self._head)
 
-    def __reduce__(self) -> tuple[type[OracleError], tuple[str, str, str]]:
+    @property
+    def _head(self) -> str:
+        return f"{self.where}: {self.rule}" if self.where else self.rule
+
+    def __reduce__(self) -> tuple[type[OracleError], tuple[Any, ...]]:
         # vLLM pickles a worker's exception for the engine; the default would drop the remedy and where.
         return type(self), (self.rule, self.remedy, self.where)
 
@@ -207,15 +207,27 @@ class NoBackendError(OracleError, ValueError):
     """No backend can run a layer, or the requested one cannot. The message has the table of all reasons.
 
     Args:
-        rule: as for `OracleError`, with the table.
+        rule: as for `OracleError`, on one line.
         remedy: as for `OracleError`.
         where: the layer's name.
-        candidates: every `core.decision.Candidate` with its verdict. Not pickled; the message has them as text.
+        candidates: every `core.decision.Candidate` with its verdict. Not pickled; the table has them as text.
+        table: lines with every reason, which the message has between rule and remedy; "" without.
     """
 
-    def __init__(self, rule: str, remedy: str = "", where: str = "", candidates: tuple[Any, ...] = ()) -> None:
-        super().__init__(rule, remedy, where)
+    def __init__(
+        self, rule: str, remedy: str = "", where: str = "", candidates: tuple[Any, ...] = (), table: str = ""
+    ) -> None:
         self.candidates = candidates
+        self.table = _with_short_words(table)  # before the base class makes the message
+        super().__init__(rule, remedy, where)
+
+    def __str__(self) -> str:
+        if not self.table:
+            return super().__str__()
+        return printable("\n".join(filter(None, (self._head, self.table, self.remedy))))
+
+    def __reduce__(self) -> tuple[type[OracleError], tuple[Any, ...]]:
+        return type(self), (self.rule, self.remedy, self.where, (), self.table)
 
 
 class RegistryError(OracleError):

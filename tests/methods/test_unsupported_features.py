@@ -65,9 +65,8 @@ class Ours(OracleMoEMethod, Stock):  # type: ignore[misc]
 
     def __init__(self, quant_config: Any, moe_config: Any) -> None:
         if not self.offered:
-            raise NoBackendError(
-                "no backend can run mxfp8 experts here\n  the table\n", "Buy one", self.layer, self.candidates
-            )
+            rule = "no backend can run mxfp8 experts here"
+            raise NoBackendError(rule, "Buy one", self.layer, self.candidates, "  the table")
 
 
 def config(lora: bool = False, batched: bool = False, moe_backend: str = "auto") -> Any:

@@ -146,7 +146,9 @@ def test_an_explicit_choice_that_cannot_run_is_an_error_with_a_table() -> None:
     assert {candidate.backend for candidate in error.candidates} == {"wanted", "third", "fast"}
     assert "on_unavailable=fallback" in error.remedy
     # A remedy starts its own line after the table, with no full stop before it.
-    assert text.splitlines()[-1] == error.remedy
+    lines = text.splitlines()
+    assert lines[0] == f"{error.where}: {error.rule}" and lines[1].startswith("Every candidate for ")
+    assert lines[-1] == error.remedy
 
 
 def test_the_remedy_without_accepted_candidates() -> None:
@@ -447,8 +449,7 @@ def test_every_refusal_of_a_named_backend_says_why() -> None:
             try:
                 decide(layer, device, settings(backend=name), registry=found)
             except NoBackendError as error:
-                first = error.rule.split("\n")[0]
-                assert re.search(r"cannot run this layer on .*?\): \w", first), first
+                assert re.search(r"cannot run this layer on .*?\): \w", error.rule), error.rule
                 refused.add(name)
     assert len(refused) > 15
 

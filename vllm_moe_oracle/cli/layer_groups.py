@@ -135,8 +135,8 @@ def _decided(
         if decision is not None:
             judged, decision = decision.candidates, None
         scheme = problem.scheme.name
-        # The error's further lines are the table, which is printed anyway.
-        failure = error.rule.split("\n")[0] if judged else f"this release has no backend for {scheme} experts yet"
+        # The error's table is printed anyway.
+        failure = error.rule if judged else f"this release has no backend for {scheme} experts yet"
         if judged and error.remedy:
             failure = f"{failure}. {error.remedy}"
         stock = None

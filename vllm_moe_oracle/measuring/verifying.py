@@ -194,7 +194,7 @@ class Verification:
         try:
             made = decide(problem, self.device, self.settings, AUTO, self.registry, measurements)
         except NoBackendError as error:
-            words = error.rule.split("\n")[0]
+            words = error.rule
             stock = stock_candidate(error.candidates, problem, self.device, self.registry)
             if stock is None:
                 return LayerPlan(problem, None, f"{words}. {error.remedy}" if error.remedy else words)

@@ -154,10 +154,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
             method, limitation = None, "can only emulate it"
         if method is None:
             needs = f"{' and '.join(features)}: " if features else ""
-            rule, separator, table = error.rule.partition("\n")
-            rule = f"{needs}{rule}; stock vLLM's {stock.__name__} {limitation}{separator}{table}"
+            rule = f"{needs}{error.rule}; stock vLLM's {stock.__name__} {limitation}"
             remedy = error.remedy or (f"Serve without {' and '.join(features)}" if features else "")
-            raise NoBackendError(rule, remedy, name, error.candidates) from error
+            raise NoBackendError(rule, remedy, name, error.candidates, error.table) from error
         if PADDED_EXPERTS in features:
             weight_loading.zero_before_loading(method)
         load_summary.record_stock_layer(name, features, type(method).__name__, error)

@@ -123,12 +123,12 @@ def record_stock_layer(layer: str, features: Collection[str], stock_class: str, 
             stock's as well: without `features` the log has the whole table.
     """
     start_layer(layer)
-    reason, _, table = error.rule.partition("\n")
+    reason = error.rule
     needs = f"{' and '.join(features)}: " if features else ""
     _model.stock_layers[layer] = f"{needs}{reason}"
     if (needs, reason, stock_class) not in _model.logged:
         _model.logged.add((needs, reason, stock_class))
-        more = "" if features or not table else f"\n{table.rstrip()}"
+        more = "" if features or not error.table else f"\n{error.table}"
         logger.warning("moe_oracle: %s: %sleft to stock vLLM's %s; %s%s", layer, needs, stock_class, reason, more)
     if not _model.decisions:  # no conversion will write a record, if no other layer is ours
         decision_records.write_record(model_report(len(_model.stock_layers)))

@@ -174,8 +174,7 @@ def _no_choice_error(case: _DecisionInput, note: str) -> NoBackendError:
     kernels = tuple(each for each in rejected if what == "backend" or each.backend != REFERENCE_BACKEND)
     rule = f"no {what} can run {case.problem.scheme.name} experts here, on {case.device}"
     rule += f"{_describe_shared_reasons(kernels)}{note}"
-    rule = f"{rule}\nEvery candidate for {case.problem}:\n{format_candidates(rejected)}\n"
-    return NoBackendError(rule, _nearest_remedy(case), case.problem.layer, rejected)
+    return _refusal(rule, _nearest_remedy(case), case)
 
 
 def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: MeasurementSet | None) -> Decision:
@@ -473,8 +472,13 @@ def _request_error(
             remedy += ", or auto, or set on_unavailable=fallback"
     if not requested:
         remedy = did_you_mean(request.name, [AUTO, *_selectable_names(request, case)]) + remedy
-    rule = f"{unavailable}\nEvery candidate for {case.problem}:\n{format_candidates(case.candidates)}\n"
-    return NoBackendError(rule, remedy, case.problem.layer, case.candidates)
+    return _refusal(unavailable, remedy, case)
+
+
+def _refusal(rule: str, remedy: str, case: _DecisionInput) -> NoBackendError:
+    """The error of a layer that no backend runs, with the table of all candidates."""
+    table = f"Every candidate for {case.problem}:\n{format_candidates(case.candidates)}"
+    return NoBackendError(rule, remedy, case.problem.layer, case.candidates, table)
 
 
 def _selectable_names(request: _ExplicitRequest, case: _DecisionInput) -> list[str]:
@@ -495,8 +499,8 @@ def _accepted_names(request: _ExplicitRequest, case: _DecisionInput) -> str:
 
 
 def _nearest_remedy(case: _DecisionInput) -> str:
-    """The remedies of the nearest candidate whose reasons all have one, and how to ask for those that run by name alone;
-    "" without either."""
+    """The remedies of the nearest candidate whose reasons all have one, and how to ask for those that run by name
+    alone; "" without either."""
     fixable = [candidate for candidate in case.candidates if all(reason.remedy for reason in candidate.reasons)]
     by_name = [candidate for candidate in fixable if candidate.reasons and candidate.reasons[0].code == "by_name"]
     slow = [candidate for candidate in by_name if candidate.backend == REFERENCE_BACKEND]
