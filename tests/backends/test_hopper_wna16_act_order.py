@@ -156,16 +156,16 @@ def test_scratch_memory_is_that_of_a_part(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
-        ({"scheme": Scheme("wna16", 4, 128, "gptq")}, "act_order", "only for layers with act order in groups"),
+        ({"scheme": Scheme("wna16", 4, 128, "gptq")}, "act_order", "this layer has no act order"),
         (
             {"scheme": Scheme("wna16", 4, -1, "gptq", act_order="group")},
-            "act_order",
-            "only for layers with act order in groups",
+            "act_order.none",
+            "with one scale per output row the order is irrelevant",
         ),
         (
             {"tp": 2, "intermediate_size": 384},
             "act_order.sharded",
-            "over 2 ranks, 384 of 768 features are of any group of 128",
+            "every group of 128 features over all 2 ranks, and this rank has 384 of 768 features",
         ),
     ],
 )

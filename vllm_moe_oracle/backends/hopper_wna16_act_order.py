@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from ..core.capabilities import Rule
 from ..core.decision import Numerics, ShardPlan
 from ..core.problem import Problem
-from ..core.sharding import has_act_order, has_group_index
+from ..core.sharding import has_group_index
 from ._contract import Tensors, WorkspaceForward
 from .hopper_wna16 import HopperWna16
 
@@ -40,15 +40,16 @@ class HopperWna16ActOrder(HopperWna16):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "act_order.none",
-            lambda problem, device: not has_act_order(problem),
-            lambda problem, device: "only for layers with act order in groups (desc_act, g_idx); this layer has none",
+            lambda problem, device: problem.scheme.group_size == -1,
+            lambda problem, device: "needs act order in groups; with one scale per output row the order is irrelevant",
         ),
         Rule(
             "act_order.sharded",
             lambda problem, device: has_group_index(problem),
             lambda problem, device: (
-                f"needs whole groups: over {problem.parallel.tp} ranks, {problem.intermediate_size} of "
-                f"{problem.unsharded_intermediate_size} features are of any group of {problem.scheme.group_size}"
+                f"needs whole groups: act order spreads every group of {problem.scheme.group_size} features over all "
+                f"{problem.parallel.tp} ranks, and this rank has {problem.intermediate_size} of "
+                f"{problem.unsharded_intermediate_size} features"
             ),
             "expert parallelism, or a checkpoint that was quantized with static groups",
         ),

@@ -178,7 +178,7 @@ def _format_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason
     if scheme.act_order not in capabilities.act_orders and scheme.group_size != -1:
         detail = f"act order {scheme.act_order} is not implemented (only {_join(capabilities.act_orders)})"
         if scheme.act_order == "none":
-            detail = "only for layers with act order in groups (desc_act, g_idx); this layer has none"
+            detail = "this layer has no act order, which the kernel needs"
         reasons.append(Reason("act_order", detail))
     return reasons
 
