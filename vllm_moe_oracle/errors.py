@@ -62,7 +62,7 @@ def describe_error(error: BaseException) -> str:
     """An exception's type and message as one printable line of limited length, whatever its ``str`` does."""
     try:
         text = str(error)
-    except Exception as failure:
+    except Exception as failure:  # a third party's __str__ may raise anything
         text = f"a message that cannot be read ({type(failure).__name__})"
     line = sanitize(f"{type(error).__name__}: {text[: 2 * MAX_ERROR_TEXT]}").rstrip(": ")
     return line if len(line) <= MAX_ERROR_TEXT else f"{line[:MAX_ERROR_TEXT]} ..."
@@ -79,7 +79,7 @@ def describe_traceback(error: BaseException) -> str:
     """
     try:
         lines = "".join(traceback.format_exception(error)).splitlines()
-    except Exception as failure:
+    except Exception as failure:  # likewise
         lines = [f"a traceback that cannot be read ({type(failure).__name__})"]
     left_out = len(lines) - _MAX_TRACEBACK_LINES
     head = [f"({left_out} lines are left out)"] if left_out > 0 else []

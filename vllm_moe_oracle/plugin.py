@@ -147,7 +147,7 @@ def _activate(chosen: Settings, version: str | None) -> None:
         patches.apply(wrap_function("failures of one rank reach the others", path, _load_model))
         path = "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing"
         patches.apply(wrap_function("reloaded layers are checked", path, _finish_reload))
-    except Exception:
+    except Exception:  # whichever patch fails, none of the others may stay
         patches.undo()
         raise
     measurer.install(_measure_at_start)

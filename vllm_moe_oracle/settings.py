@@ -82,8 +82,10 @@ def _seconds_or_off(value: object, where: str) -> float:
 
 
 def _fraction(value: object, where: str) -> float:
-    percent = isinstance(value, str) and value.endswith("%")
-    fraction = _to_float(value.removesuffix("%")) / 100 if percent else _to_float(value)  # type: ignore[attr-defined]
+    if isinstance(value, str) and value.endswith("%"):
+        fraction = _to_float(value.removesuffix("%")) / 100
+    else:
+        fraction = _to_float(value)
     if not 0 <= fraction < 1:
         raise SettingError(f"{value!r} is not in [0, 1)", "Write a number from 0 to 1, or a percentage: 3%", where)
     return fraction

@@ -47,7 +47,7 @@ def boundary(kind: type[OracleError], rule: str, remedy: str = "", where: str = 
         yield
     except OracleError:
         raise
-    except Exception as error:
+    except Exception as error:  # parsers of foreign text raise many types, not all of them listed
         raise kind(f"{rule}: {describe(error)}", remedy, where) from error
 
 

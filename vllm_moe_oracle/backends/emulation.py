@@ -206,7 +206,7 @@ def ieee_fp32_matmul() -> Iterator[None]:
 def _matmul_libraries() -> list[Any]:
     import torch
 
-    return [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    return [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]  # stubs lack mkldnn
 
 
 def fp32_precisions() -> list[str]:

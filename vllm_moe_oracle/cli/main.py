@@ -75,7 +75,7 @@ class _Command(TyperCommand):
         found = super().get_params(ctx)
         for each in found:
             if isinstance(each, TyperArgument):
-                each.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
+                each.display_type_rich = lambda ctx: None  # type: ignore[method-assign]  # typer has no option for it
         return found
 
 
@@ -139,7 +139,7 @@ def _end_with_closed_pipe() -> NoReturn:
 
 def _discard_output() -> None:
     """Drops what could not be written: the interpreter would try again when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # type: ignore[union-attr]
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # type: ignore[union-attr]  # it was written to
 
 
 def _fail(message: str) -> NoReturn:

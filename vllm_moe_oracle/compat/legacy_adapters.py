@@ -194,7 +194,8 @@ def _workspaces(
     """
     dtype = experts.workspace_dtype(out_dtype)
     first, second, out = experts.workspace_shapes(M_full, *sizes, **more)
-    return tuple(torch.empty(shape, dtype=dtype, device=device) for shape in (first, second, out))  # type: ignore[return-value]
+    made = [torch.empty(shape, dtype=dtype, device=device) for shape in (first, second, out)]
+    return made[0], made[1], made[2]
 
 
 def _load_bias(target: Tensor, bias: Tensor, shard_id: str, moe: Any) -> None:

@@ -197,7 +197,7 @@ def forbid_loading(parameter: nn.Parameter, layer: str, local_expert: Callable[[
         rule = "checkpoint weights were loaded into a layer whose weights are in the kernel's layout already"
         raise LifecycleError(rule, "Reload through vLLM's reload_weights, which starts from fresh parameters", layer)
 
-    parameter.weight_loader = weight_loader  # type: ignore[attr-defined]
+    parameter.weight_loader = weight_loader  # type: ignore[attr-defined]  # vLLM's loaders look for it
 
 
 def keep_names(layer: nn.Module, names: Iterable[str], experts: int) -> list[str]:

@@ -56,7 +56,7 @@ class CudaClock:
 
     @cached_property
     def _capture_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no types here
 
     def prepare(self, run: Run) -> tuple[Run, Any]:
         """Captures a function as a CUDA graph.
@@ -95,7 +95,7 @@ class CudaClock:
         """Microseconds of each function, run one after the other with a cold cache."""
         marks = []
         for run in runs:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch has no types here
             self._flush_buffer.zero_()
             begin.record()
             run()

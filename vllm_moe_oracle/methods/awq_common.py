@@ -49,8 +49,8 @@ class AwqConfigMixin(Wna16ConfigMixin):
         """The config object of a checkpoint; a list of modules may be nested."""
         # A null counts as a missing field, which the stock class reports.
         stated = {name: value for name, value in config.items() if name != "zero_point" or value is not None}
-        listed = config.get("modules_to_not_convert")
-        made = super().from_config({**stated, "modules_to_not_convert": flatten_names(listed)})  # type: ignore[misc]
+        stated["modules_to_not_convert"] = flatten_names(config.get("modules_to_not_convert"))
+        made = super().from_config(stated)  # type: ignore[misc]  # of the mixin's stock class
         made.packing_fields = {name: config.get(name) for name in ("version", "checkpoint_format", "format")}
         return made
 

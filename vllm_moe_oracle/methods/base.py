@@ -529,7 +529,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         extra = dict(zip(("input_ids",), args, strict=False)) | kwargs
         try:
             return self.adapter.apply_monolithic(kernel, layer, x, router_logits, extra)
-        except Exception as error:
+        except Exception as error:  # named and raised again
             self._describe_failure(error, x)
             raise
 

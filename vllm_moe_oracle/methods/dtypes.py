@@ -28,7 +28,7 @@ class EmulatedDtypesMixin:
     @classmethod
     def stock_act_dtypes(cls) -> list[torch.dtype]:
         """The stock class's dtypes."""
-        stock = super().get_supported_act_dtypes  # type: ignore[misc]
+        stock = super().get_supported_act_dtypes  # type: ignore[misc]  # of the mixin's stock class
         # A class method, or a method that does not read its object.
         asked = stock if inspect.ismethod(stock) else functools.partial(stock, cls)
         return list(asked())

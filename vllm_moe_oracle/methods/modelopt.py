@@ -55,13 +55,13 @@ class _ModelOptConfigMixin(EmulatedDtypesMixin):
         """
         config = copy.copy(self)
         config.exclude_modules = [name for name in self.exclude_modules if not matches_number_prefix(name, prefix)]
-        excluded: bool = super(_ModelOptConfigMixin, config).is_layer_excluded(prefix)  # type: ignore[misc]
+        excluded: bool = super(_ModelOptConfigMixin, config).is_layer_excluded(prefix)  # type: ignore[misc]  # of the mixin's stock class
         return excluded
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method of a layer; see the stock class."""
         with set_current_layer(layer, prefix):
-            return super().get_quant_method(layer, prefix)  # type: ignore[misc]
+            return super().get_quant_method(layer, prefix)  # type: ignore[misc]  # of the mixin's stock class
 
 
 class ModelOptMxFp8Config(_ModelOptConfigMixin, stock.ModelOptMxFp8Config):

@@ -202,13 +202,13 @@ class _ExclusionsMixin(EmulatedDtypesMixin):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         """The config object of a checkpoint."""
-        made = super().from_config(config)  # type: ignore[misc]
+        made = super().from_config(config)  # type: ignore[misc]  # of the mixin's stock class
         made.excluded_modules = tuple(read_names(config, EXCLUSION_FIELDS, _WHERE))
         return made
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Maps the checkpoint's names to vLLM's; vLLM calls it with a model's mapper."""
-        super().apply_vllm_mapper(hf_to_vllm_mapper)  # type: ignore[misc]
+        super().apply_vllm_mapper(hf_to_vllm_mapper)  # type: ignore[misc]  # of the mixin's stock class
         self.excluded_modules = tuple(hf_to_vllm_mapper.apply_list(list(self.excluded_modules)))
 
 

@@ -93,7 +93,7 @@ def all_gather(group: RankGroup, topic: str, compute: Callable[[], Any]) -> list
     """
     try:
         value = json.loads(json.dumps(compute()))
-    except BaseException as error:
+    except BaseException as error:  # whatever ends this rank, the others wait for it
         notify_failure(group, topic, error)
         raise
     if group.size == 1:
@@ -165,7 +165,7 @@ def notify_on_failure(group: RankGroup, topic: str) -> Iterator[None]:
         yield
     except RankSyncError:  # the others know
         raise
-    except BaseException as error:
+    except BaseException as error:  # whatever ends this rank, the others wait for it
         notify_failure(group, topic, error)
         raise
 

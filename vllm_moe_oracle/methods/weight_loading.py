@@ -159,7 +159,7 @@ def _around(loader: Callable[..., Any], call: Callable[..., Any]) -> Callable[..
     layer = getattr(loader, "__self__", None)
     if layer is None:
         return functools.wraps(loader)(functools.partial(call, loader, None))
-    function = loader.__func__  # type: ignore[attr-defined]
+    function = loader.__func__  # type: ignore[attr-defined]  # a bound method: it has __self__
 
     @functools.wraps(function)
     def load_bound(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -75,7 +75,7 @@ class Wna16MoEMethod(OracleMoEMethod):
         before = moe.activation, moe.intermediate_size_per_partition
         try:
             super().decide(moe, scheme)
-        except Exception:
+        except Exception:  # raised again
             # A stock class may take the layer; it keeps rows interleaved, and shards of equal size.
             moe.activation, moe.intermediate_size_per_partition = before
             raise
@@ -124,7 +124,7 @@ class Wna16MoEMethod(OracleMoEMethod):
             parameter = self._parameter(layer, data, name, canonical)
             if not canonical.endswith(("_order", "_bias")):
                 # vLLM's word for K as the first dimension; `wna16.read` needs it.
-                parameter.is_transposed = layout == "k_first"  # type: ignore[attr-defined]
+                parameter.is_transposed = layout == "k_first"  # type: ignore[attr-defined]  # vLLM declares none
             if canonical.endswith("_bias"):  # the one thing that files may leave out
                 weight_loading.set_sentinel({canonical: parameter}, {})
         for name in self._optional_parameters():
@@ -402,13 +402,13 @@ class Wna16ConfigMixin(EmulatedDtypesMixin):
 
     def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
         """Reads the names of the checkpoint's tensors, for biases of experts that the config does not mention."""
-        super().maybe_update_config(model_name, *args, **kwargs)  # type: ignore[misc]
+        super().maybe_update_config(model_name, *args, **kwargs)  # type: ignore[misc]  # of the mixin's stock class
         self.expert_biases = has_expert_biases(model_name, kwargs.get("revision"))
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method of a layer; see the stock class."""
         if not isinstance(layer, RoutedExperts):
-            method = super().get_quant_method(layer, prefix)  # type: ignore[misc]
+            method = super().get_quant_method(layer, prefix)  # type: ignore[misc]  # of the mixin's stock class
             self.refuse_linear_dtype(layer, method, prefix)
             return method
         found = self.scheme_of(prefix, layer)

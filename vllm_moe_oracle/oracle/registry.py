@@ -231,7 +231,7 @@ def _readable_entry_points() -> Iterator[EntryPoint]:
     for package in distributions():
         try:
             name, points = package.name, package.entry_points.select(group=ENTRY_POINT_GROUP)
-        except Exception as error:
+        except Exception as error:  # one damaged package must not hide the others
             folder = sanitize(str(package.locate_file("")))
             words = "moe_oracle: the metadata of a package in %s cannot be read, its entry points are left out: %s"
             logger.warning(words, folder, describe_error(error))

@@ -346,7 +346,7 @@ def _compile(pattern: str, budget: MatchBudget) -> Any:
     if _VERSION_1.search(pattern):
         rule = f"{short(pattern)} has the flag V1, with which sets of characters take unbounded time to compile"
         raise CheckpointError(rule, "Write it without (?V1), or list the names", where)
-    import regex  # type: ignore[import-untyped, unused-ignore]
+    import regex  # type: ignore[import-untyped, unused-ignore]  # types come with another package
 
     try:
         if pattern.count("*") + pattern.count("+") <= _SIMPLE_REPEATS and _SIMPLE.fullmatch(pattern):

@@ -249,7 +249,7 @@ def largest_of_calls(values: Tensor, rows: Sequence[Tensor]) -> Tensor:
         rows: of each call.
     """
     sizes = [len(each) for each in rows]
-    return torch.stack([each.amax(0) for each in values.split(sizes)])  # type: ignore[no-untyped-call]
+    return torch.stack([each.amax(0) for each in torch.split(values, sizes)])
 
 
 def describe_excess(actual: Tensor, reference: Reference, rows: Tensor) -> str:

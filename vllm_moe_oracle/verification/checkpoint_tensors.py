@@ -122,8 +122,8 @@ class TensorFiles:
         """
         with boundary(CheckpointError, f"{name} cannot be read", where=str(self.folder)):
             if index is None:
-                return self._files[name].get_tensor(name)  # type: ignore[no-any-return]
-            return self._files[name].get_slice(name)[index : index + 1][0]  # type: ignore[no-any-return]
+                return self._files[name].get_tensor(name)  # type: ignore[no-any-return]  # safetensors has no types
+            return self._files[name].get_slice(name)[index : index + 1][0]  # type: ignore[no-any-return]  # safetensors has no types
 
 
 def _files_of(folder: Path) -> list[Path]:

@@ -246,7 +246,7 @@ class InstalledLayer:
         x = self._given["tokens"]
         count = len(x)
         most = self._adapter.trial_tokens(self._experts.moe_config)
-        for rows in torch.arange(count, device=x.device).split(most):  # type: ignore[no-untyped-call]
+        for rows in torch.split(torch.arange(count, device=x.device), most):
             calls.make(rows)
         large = min(most, MAX_CHECK_TOKENS)
         # On a CPU calls take long, and are made only where another kernel runs.

@@ -149,7 +149,8 @@ def compare_with_reference(
 
     calls = Calls(run if router_inputs is None else run_monolithic, reference, given)
     # In one copy: the host waits for each.
-    places = torch.cat([rows for rows, _ in planned]).to(x.device).split([len(rows) for rows, _ in planned])  # type: ignore[no-untyped-call]
+    together = torch.cat([rows for rows, _ in planned]).to(x.device)
+    places = torch.split(together, [len(rows) for rows, _ in planned])
     for rows, (_, poisoned) in zip(places, planned, strict=True):
         calls.make(rows, poisoned)
     return calls.result(start)

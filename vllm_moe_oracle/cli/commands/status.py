@@ -254,7 +254,7 @@ def _register_plugin() -> PluginState:
     ):
         try:
             plugin.register()
-        except Exception:
+        except Exception:  # whatever keeps vLLM from starting is the state to show
             return _refused_start(plugin.state())
     return plugin.state()
 

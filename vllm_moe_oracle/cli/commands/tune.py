@@ -269,7 +269,7 @@ def _tune_options(
         raise MeasurementError(f"{routing!r} is not a kind of routing", "Write uniform, or uniform,skewed", "--routing")
     layer_arguments.check_options(replays, jobs, budget)
     counts = layer_arguments.parse_token_counts(tokens) if tokens else TOKEN_COUNTS
-    return TuneOptions(counts, kinds, replays, 1.0, budget, jobs, remeasure)  # type: ignore[arg-type]
+    return TuneOptions(counts, kinds, replays, 1.0, budget, jobs, remeasure)  # type: ignore[arg-type]  # checked kinds
 
 
 def _conditions(plan: TuneOptions) -> dict[str, str]:
