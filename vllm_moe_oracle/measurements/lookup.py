@@ -212,8 +212,8 @@ def _compared_backends(judged: tuple[Candidate, ...]) -> tuple[str, ...]:
 def _sources(
     settings: Settings, device: Device
 ) -> Iterator[tuple[str, Callable[[KernelShape], Iterable[_EnvironmentSamples]]]]:
-    """The sources in order: name, and what reads the samples of a shape. What ships is for GPUs: of other devices it
-    has nothing, which is no news to their users."""
+    """The sources in order: name, and what reads the samples of a shape. The shipped profile has times of GPUs only, so
+    it is not listed for other devices."""
     if settings.profile:
         yield f"the profile {settings.profile}", lambda shape: _samples_in([_read_profile(settings.profile)], shape)
     yield "the cache", lambda shape: shared_store(cache_dir(settings)).samples(shape)

@@ -39,8 +39,8 @@ class LayerMethod(Protocol):
 
     @property
     def in_own_order(self) -> bool:
-        """Whether this rank comes to layers in another order than others may: with expert parallelism a layer is
-        complete when the rank has its own experts, and a reload, and online quantization, convert it then."""
+        """Whether ranks may reach layers in different orders: with expert parallelism, in a reload or with online
+        quantization, a layer is converted as soon as this rank's experts are complete."""
 
 
 _LayerKind = tuple[Problem, str, str]

@@ -27,8 +27,8 @@ _UNWEIGHTED_SHARE = 0.01
 """Weight of all measured token counts together, beside the objective's, when two backends share a layer."""
 
 _CONTENDER_ERRORS = 2.0
-"""A candidate with times that were filled in may be the fastest if it is, by so many of its standard deviations less
-time."""
+"""A candidate with filled-in times counts as possibly fastest if its time less this many standard deviations is at most
+the winner's."""
 
 CanShare = Callable[[str, str], bool]
 """Whether two backends may share one layer, each for a range of token counts."""
