@@ -67,13 +67,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def explain(tmp_path: Path) -> Any:
     """Reads a config as a checkpoint folder with that config.json, and what else is given by file name."""
-    from vllm_moe_oracle.checkpoint import MoeLayers, find_moe_layers, read_checkpoint
+    from vllm_moe_oracle.checkpoint.files import read_checkpoint
+    from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
+    from vllm_moe_oracle.checkpoint.ranks import Ranks
 
     def run(data: dict[str, Any], tp: int = 1, ep: bool = False, **files: Any) -> MoeLayers:
         (tmp_path / "config.json").write_text(json.dumps(data))
         for name, content in files.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
-        return find_moe_layers(read_checkpoint(tmp_path), tp, ep)
+        return find_moe_layers(read_checkpoint(tmp_path), Ranks(tp, ep=ep))
 
     return run
 

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .backends import Backend, Builder, Tensors
     from .backends.emulation import forward as reference_forward
-    from .checkpoint import find_moe_layers, read_checkpoint
+    from .checkpoint.files import read_checkpoint
+    from .checkpoint.moe_layers import find_moe_layers
     from .core.capabilities import Capabilities, Rule
     from .core.decision import Decision, Numerics, ShardPlan, format_candidates
     from .core.problem import Activation, Device, Parallel, Placement, Problem, Routing, Scheme, SchemeName
@@ -77,7 +78,8 @@ __all__ = [
 
 _SOURCES = {
     "backends": ("Backend", "Builder", "Tensors"),
-    "checkpoint": ("find_moe_layers", "read_checkpoint"),
+    "checkpoint.files": ("read_checkpoint",),
+    "checkpoint.moe_layers": ("find_moe_layers",),
     "core.capabilities": ("Capabilities", "Rule"),
     "core.decision": ("Decision", "Numerics", "ShardPlan", "format_candidates"),
     "core.problem": ("Activation", "Device", "Parallel", "Problem", "Routing", "Scheme"),
@@ -116,7 +118,7 @@ def explain_checkpoint(
     tp: int = 1,
     dp: int = 1,
     ep: bool = False,
-    all2all_backend: str = "allgather_reducescatter",
+    all2all_backend: str = "",
     quantization: str = "",
     moe_backend: str = "auto",
     lora: bool = False,
@@ -134,7 +136,7 @@ def explain_checkpoint(
         tp: tensor-parallel ranks.
         dp: data-parallel ranks; MoE layers are distributed over ``tp * dp`` ranks.
         ep: the ranks hold whole experts, each other ones (``--enable-expert-parallel``).
-        all2all_backend: vLLM's ``--all2all-backend``.
+        all2all_backend: vLLM's ``--all2all-backend``; "" for its default.
         quantization: vLLM's ``--quantization``, for a checkpoint that is quantized at load time; "" for none.
         moe_backend: vLLM's ``--moe-backend``.
         lora: LoRA adapters may be applied (``--enable-lora``).
@@ -152,22 +154,25 @@ def explain_checkpoint(
             unknown.
     """
     from . import settings as settings_module
-    from .checkpoint import find_moe_layers, read_checkpoint
+    from .checkpoint.files import read_checkpoint
+    from .checkpoint.moe_layers import find_moe_layers
+    from .checkpoint.ranks import Ranks
     from .checkpoint.serving import as_served, check_exchange, is_round_robin
     from .devices.catalog import known_device
     from .errors import NoBackendError
     from .measurements.lookup import find_measurements
     from .oracle.selection import check_backend_names, decide
-    from .releases.all2all import effective_all2all
+    from .releases.all2all import DEFAULT_ALL2ALL, effective_all2all
 
     round_robin = is_round_robin(expert_placement_strategy, eplb, ep and tp * dp > 1)
     chosen = settings if settings is not None else settings_module.load()
     check_backend_names(chosen, moe_backend)
     machine = known_device(device) if isinstance(device, str) else device
     release = machine.packages.get("vllm")
-    exchange = effective_all2all(all2all_backend, release)
+    exchange = effective_all2all(all2all_backend or DEFAULT_ALL2ALL, release)
     read = read_checkpoint(path)
-    layers = find_moe_layers(read, tp, ep, chosen.ragged_shards, quantization, release, dp, exchange)
+    ranks = Ranks(tp, dp, ep, exchange)
+    layers = find_moe_layers(read, ranks, ragged_shards=chosen.ragged_shards, online=quantization, vllm=release)
     found: dict[Problem, Any] = {}
     decisions = []
     for layer in layers.problems:

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.lib.configs import GPTQ, quantized
-from vllm_moe_oracle import checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 from vllm_moe_oracle.checkpoint.tensor_headers import has_nonzero_expert_biases, is_expert_bias
 from vllm_moe_oracle.errors import CheckpointError
 
@@ -135,7 +136,7 @@ def test_explain_reads_biases_from_a_folder(method: str, tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(quantized(quantization_config=quantization)))
     for bias, biased in ((ZEROS, False), (one(at=3, value=0.25), True)):
         save_file({NAME: bias}, tmp_path / "model.safetensors")
-        found = checkpoint.find_moe_layers(checkpoint.read_checkpoint(tmp_path)).problems
+        found = find_moe_layers(read_checkpoint(tmp_path)).problems
         assert {problem.has_bias for problem in found} == {biased}
-    alone = checkpoint.find_moe_layers(checkpoint.read_checkpoint(tmp_path / "config.json")).problems
+    alone = find_moe_layers(read_checkpoint(tmp_path / "config.json")).problems
     assert not any(problem.has_bias for problem in alone), "of a config alone nothing is known"

@@ -14,7 +14,8 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic
 from vllm.model_executor.models.utils import WeightsMapper
 
 from tests.lib.configs import AUTO_ROUND, GPTQ, INT4, MODELOPT, PACKED, compressed, config, group
-from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 
 OWN, CHECKPOINT = "language_model.model.layers.{}.mlp.experts", "model.language_model.layers.{}.mlp.experts"
 MAPPER = WeightsMapper(

@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 
 from tests.lib import checkpoints, integer_checkpoints
 from tests.lib.integer_checkpoints import Integers
-from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint, tensor_headers
+from vllm_moe_oracle.checkpoint import tensor_headers
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 from vllm_moe_oracle.cli.main import app
 
 LAYERS = "model.layers.0-1.mlp.experts"

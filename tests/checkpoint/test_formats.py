@@ -10,7 +10,8 @@ import pytest
 
 from tests.lib.configs import CT_INPUTS, CT_MXFP8, GPTQ, INT4, INT8, PACKED, compressed, config, group, quantized
 from tests.lib.releases import every_release, sources
-from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 from vllm_moe_oracle.core.problem import Scheme
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.quantization import parse_config

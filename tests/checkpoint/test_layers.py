@@ -13,8 +13,10 @@ import pytest
 from tests.lib.cases import H200
 from tests.lib.configs import CONFIGS, CT_INPUTS, CT_MXFP8, MODELOPT, MXFP8, compressed, config, group, mixed, quantized
 from tests.lib.stock_rules import codes_of
-from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.checkpoint.layer_names import compact_layer_names, short_layer_names
+from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
+from vllm_moe_oracle.checkpoint.ranks import Ranks
 from vllm_moe_oracle.core.problem import Activation, Parallel, Problem, Scheme
 from vllm_moe_oracle.errors import CheckpointError
 
@@ -300,7 +302,7 @@ def test_kimis_experts_have_the_sizes_to_which_vllm_pads_them(tmp_path: Path) ->
 
     def problem(tp: int, ep: bool = False, vllm: str | None = None, dp: int = 1, **changes: Any) -> Problem:
         (tmp_path / "config.json").write_text(json.dumps(kimi | changes))
-        return find_moe_layers(read_checkpoint(tmp_path), tp, ep, vllm=vllm, dp=dp).problems[0]
+        return find_moe_layers(read_checkpoint(tmp_path), Ranks(tp, dp, ep), vllm=vllm).problems[0]
 
     def inner(*args: Any, **changes: Any) -> int:
         found = problem(*args, **changes)

@@ -13,7 +13,9 @@ import pytest
 
 from tests.lib.configs import AUTO_ROUND, CT_INPUTS, CT_MXFP8, GPTQ, MODELOPT, compressed, config, group, quantized
 from vllm_moe_oracle import untrusted
-from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint, tensor_headers
+from vllm_moe_oracle.checkpoint import tensor_headers
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.quantization.fields import any_at_or_below, flatten_names, names_below
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 from vllm_moe_oracle.errors import CheckpointError
 
 MOE = {

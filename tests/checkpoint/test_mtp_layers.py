@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from vllm_moe_oracle.checkpoint import MoeLayers, find_moe_layers, read_checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
 from vllm_moe_oracle.cli.main import app
 from vllm_moe_oracle.errors import CheckpointError
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from vllm_moe_oracle.checkpoint import MoeLayers, find_moe_layers, read_checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
+from vllm_moe_oracle.checkpoint.ranks import Ranks
 from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.core.sharding import describe_shard, shard_by_blocks, shard_size
 from vllm_moe_oracle.errors import CheckpointError
@@ -25,7 +27,7 @@ def explain(tmp_path: Path) -> Any:
     ) -> MoeLayers:
         data = dict(model) if quantization is None else {**model, "quantization_config": quantization}
         (tmp_path / "config.json").write_text(json.dumps(data))
-        return find_moe_layers(read_checkpoint(tmp_path), tp, ep)
+        return find_moe_layers(read_checkpoint(tmp_path), Ranks(tp, ep=ep))
 
     return run
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
+from vllm_moe_oracle.checkpoint.ranks import Ranks
 from vllm_moe_oracle.cli.main import app
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.quantization import _BY_METHOD, METHOD_ALIASES, ONLINE_SCHEMES, UNSUPPORTED_ONLINE
@@ -48,8 +50,8 @@ def test_they_are_what_the_methods_quantize_to() -> None:
 
 
 def test_the_layers_shapes_are_those_of_a_quantized_checkpoint(tmp_path: Path) -> None:
-    online = find_moe_layers(read_checkpoint(written(tmp_path)), 4, online="mxfp8").problems[0]
-    stored = find_moe_layers(read_checkpoint(written(tmp_path, quantization_config=MXFP8)), 4).problems[0]
+    online = find_moe_layers(read_checkpoint(written(tmp_path)), Ranks(4), online="mxfp8").problems[0]
+    stored = find_moe_layers(read_checkpoint(written(tmp_path, quantization_config=MXFP8)), Ranks(4)).problems[0]
     assert online.scheme != stored.scheme
     for field in ("num_experts", "top_k", "hidden_size", "intermediate_size", "activation", "routing", "parallel"):
         assert getattr(online, field) == getattr(stored, field)

@@ -12,12 +12,13 @@ import pytest
 
 from tests.lib.configs import quantized
 from tests.lib.releases import INSTALLED
-from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 from vllm_moe_oracle.checkpoint.ranks import Ranks
 from vllm_moe_oracle.checkpoint.serving import check_exchange
 from vllm_moe_oracle.core.problem import Parallel, Problem
 from vllm_moe_oracle.errors import CheckpointError, NoBackendError, SettingError
-from vllm_moe_oracle.releases.all2all import REMOVED_ALL2ALL, all2all_names, effective_all2all
+from vllm_moe_oracle.releases.all2all import DEFAULT_ALL2ALL, REMOVED_ALL2ALL, all2all_names, effective_all2all
 
 TP, DP = (1, 2, 4), (1, 2, 3, 4, 8)
 
@@ -26,9 +27,16 @@ TP, DP = (1, 2, 4), (1, 2, 3, 4, 8)
 def read(tmp_path: Path) -> Any:
     """A layer of a config as the ranks see it."""
 
-    def run(data: dict[str, Any], *options: Any, **named: Any) -> Problem:
+    def run(
+        data: dict[str, Any],
+        tp: int = 1,
+        ep: bool = False,
+        vllm: str | None = None,
+        dp: int = 1,
+        all2all_backend: str = DEFAULT_ALL2ALL,
+    ) -> Problem:
         (tmp_path / "config.json").write_text(json.dumps(data))
-        return find_moe_layers(read_checkpoint(tmp_path), *options, **named).problems[0]
+        return find_moe_layers(read_checkpoint(tmp_path), Ranks(tp, dp, ep, all2all_backend), vllm=vllm).problems[0]
 
     return run
 

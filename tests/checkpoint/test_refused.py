@@ -25,8 +25,9 @@ from tests.lib.configs import (
     mixed,
     quantized,
 )
-from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
-from vllm_moe_oracle.checkpoint.files import MAX_CONFIG_BYTES
+from vllm_moe_oracle.checkpoint.files import MAX_CONFIG_BYTES, read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
+from vllm_moe_oracle.checkpoint.ranks import Ranks
 from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.quantization import MAX_SIMILAR_NOTES, patterns
@@ -231,9 +232,8 @@ def test_any_value_in_any_field_is_read_or_refused_by_name(data: st.DataObject, 
             break
     (tmp_path / "config.json").write_text(json.dumps(made))
     try:
-        found = find_moe_layers(
-            read_checkpoint(tmp_path), data.draw(st.sampled_from([1, 2, 3])), data.draw(st.booleans())
-        )
+        ranks = Ranks(data.draw(st.sampled_from([1, 2, 3])), ep=data.draw(st.booleans()))
+        found = find_moe_layers(read_checkpoint(tmp_path), ranks)
     except CheckpointError as error:
         assert "\n" not in str(error)
     else:

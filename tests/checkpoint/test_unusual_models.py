@@ -14,8 +14,10 @@ from packaging.version import Version
 from tests.lib.cli import Run
 from tests.lib.configs import GPTQ
 from tests.lib.releases import INSTALLED, sources
-from vllm_moe_oracle.checkpoint import MoeLayers, find_moe_layers, read_checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.checkpoint.layer_names import compact_layer_names
+from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
+from vllm_moe_oracle.checkpoint.ranks import Ranks
 from vllm_moe_oracle.errors import CheckpointError, LeftToStockError
 from vllm_moe_oracle.releases.min_versions import OLDEST_RELEASE
 from vllm_moe_oracle.releases.removed_models import LAST_RELEASES, last_release_with
@@ -42,7 +44,7 @@ ARCTIC: dict[str, Any] = {
 
 def read(folder: Path, config: dict[str, Any], tp: int = 1) -> MoeLayers:
     (folder / "config.json").write_text(json.dumps(config))
-    return find_moe_layers(read_checkpoint(folder), tp)
+    return find_moe_layers(read_checkpoint(folder), Ranks(tp))
 
 
 def test_experts_for_text_and_for_images_are_two_kinds_of_layers(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What `explain` reads from a config is what vLLM builds from it: the same layers, names, shapes and routing.
 
 Published configs are made small; vLLM constructs each model with the plugin, in a process of its own, and the problems
-that the model's MoE layers hand to the oracle are compared with `checkpoint.find_moe_layers`.
+that the model's MoE layers hand to the oracle are compared with `find_moe_layers`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 from vllm_moe_oracle.core.problem import Problem
 
 pytestmark = pytest.mark.full  # vLLM builds ten models, which takes minutes.

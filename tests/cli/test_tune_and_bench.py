@@ -391,7 +391,8 @@ def test_gpt_oss_is_cut_between_blocks_as_its_loader_does() -> None:
 
 def test_the_shapes_are_those_of_the_models() -> None:
     """By their config.json, as far as these are here."""
-    from vllm_moe_oracle import checkpoint
+    from vllm_moe_oracle.checkpoint.files import read_checkpoint
+    from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 
     files = {"kimi-k2": "kimi-k2-thinking", "nemotron-3-nano": "nemotron-3-nano-30b-a3b"}
     found = 0
@@ -403,10 +404,8 @@ def test_the_shapes_are_those_of_the_models() -> None:
         config = json.loads(path.read_text())
         if "quantization_config" not in config or name == "deepseek-v3":
             config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": []}
-        copy = dataclasses.replace(
-            checkpoint.read_checkpoint(path), quantization=(config["quantization_config"], "a test")
-        )
-        (theirs,) = {each.key() for each in checkpoint.find_moe_layers(copy).problems}
+        copy = dataclasses.replace(read_checkpoint(path), quantization=(config["quantization_config"], "a test"))
+        (theirs,) = {each.key() for each in find_moe_layers(copy).problems}
         ours = model_shapes.make_problem("mxfp4" if name.startswith("gpt") else "mxfp8", name)
         for field in ("num_experts", "top_k", "hidden_size", "intermediate_size", "has_bias", "activation"):
             assert getattr(ours, field) == getattr(theirs, field), (name, field)
@@ -415,7 +414,9 @@ def test_the_shapes_are_those_of_the_models() -> None:
 
 def test_deepseek_v4_flash_has_the_shape_of_the_list(tmp_path: Path) -> None:
     """Its experts are MXFP4 within an FP8 checkpoint."""
-    from vllm_moe_oracle import checkpoint
+    from vllm_moe_oracle.checkpoint.files import read_checkpoint
+    from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
+    from vllm_moe_oracle.checkpoint.ranks import Ranks
     from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
 
     config = {
@@ -427,7 +428,7 @@ def test_deepseek_v4_flash_has_the_shape_of_the_list(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     for tp in (2, 4):
-        found = checkpoint.find_moe_layers(checkpoint.read_checkpoint(path), tp, False).problems
+        found = find_moe_layers(read_checkpoint(path), Ranks(tp)).problems
         assert {kernel_shape_of(each) for each in found} == {
             kernel_shape_of(model_shapes.parse(f"mxfp4:deepseek-v4-flash@tp{tp}"))
         }

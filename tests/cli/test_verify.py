@@ -95,13 +95,14 @@ def test_what_is_read_is_what_the_codes_stand_for(plain: Path, tmp_path: Path) -
     """The reader of tensors shares code with the scheme: here it is compared with the twin in float32."""
     from safetensors.torch import load_file
 
-    from vllm_moe_oracle import checkpoint, settings
+    from vllm_moe_oracle import settings
+    from vllm_moe_oracle.checkpoint.files import read_checkpoint
     from vllm_moe_oracle.schemes import wna16
 
     target = tmp_path / "model"
     integer_checkpoints.write(plain, target, Integers("awq", zero_points=True))
     twin = load_file(tmp_path / "model-exact" / "model.safetensors")
-    config = checkpoint.read_checkpoint(target)
+    config = read_checkpoint(target)
     with verifying.Verification(config, detect.detect(), settings.load({})) as made:
         tensors = made.plans[0].tensors
         assert tensors is not None

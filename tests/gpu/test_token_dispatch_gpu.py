@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.e2e import run_generate
 from tests.gpu import reload
-from vllm_moe_oracle import checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.measurements import profile
 from vllm_moe_oracle.measurements.environment import Environment
@@ -48,7 +49,7 @@ def samples() -> list[Sample]:
 
 
 def cell(folder: str) -> KernelShape:
-    return kernel_shape_of(checkpoint.find_moe_layers(checkpoint.read_checkpoint(Path(folder))).problems[0])
+    return kernel_shape_of(find_moe_layers(read_checkpoint(Path(folder))).problems[0])
 
 
 def started(folder: str, **where: str) -> Any:

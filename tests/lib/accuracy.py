@@ -54,7 +54,7 @@ from torch import Tensor, nn
 from tests.lib import reference, smollm2
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.backends import MAX_CHECK_TOKENS, Backend
-from vllm_moe_oracle.checkpoint import read_checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.problem import Device, Parallel, Problem
 from vllm_moe_oracle.measuring.verifying import LayerPlan, Verification

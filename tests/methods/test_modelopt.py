@@ -11,7 +11,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.quantization.modelopt import modelopt_exclusion_matcher
 from vllm_moe_oracle.quantization.types import LayerNames

@@ -16,7 +16,9 @@ from tests.lib.cases import GPT_OSS as HALVES
 from tests.lib.cases import problem
 from tests.lib.configs import CT_INPUTS, CT_MXFP8, GPTQ, INT4, PACKED, compressed, config, group
 from tests.lib.releases import every_release, sources
-from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
+from vllm_moe_oracle.checkpoint.ranks import Ranks
 from vllm_moe_oracle.compat import ignored_env_vars
 from vllm_moe_oracle.core.capabilities import Capabilities
 from vllm_moe_oracle.core.decision import ShardPlan
@@ -155,7 +157,7 @@ def test_gpt_osss_experts_are_refused_in_every_packing_before_they_load(quantiza
     )
 
     def of(ranks: int) -> Problem:
-        return find_moe_layers(read_checkpoint(tmp_path), ranks, ep=True).problems[0]
+        return find_moe_layers(read_checkpoint(tmp_path), Ranks(ranks, ep=True)).problems[0]
 
     for each in evaluate_candidates(of(6), H200, Settings()):
         (reason,) = (reason for reason in each.reasons if reason.code == "expert_parallel.loader")

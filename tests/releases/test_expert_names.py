@@ -15,7 +15,8 @@ import pytest
 from tests.lib.configs import CT_INPUTS, CT_MXFP8, INT4, PACKED, compressed, config, group
 from tests.lib.releases import every_release, sources
 from tests.lib.stock_code import load
-from vllm_moe_oracle.checkpoint import MoeLayers, find_moe_layers, read_checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
 from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.releases.expert_names import min_expert_width, projection_names

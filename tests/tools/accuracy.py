@@ -38,7 +38,7 @@ from tests.tools import accuracy_tables
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.backends import cpu_dequantized
 from vllm_moe_oracle.backends.emulation import forward
-from vllm_moe_oracle.checkpoint import read_checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.compat import standalone_layer
 from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.devices import detect

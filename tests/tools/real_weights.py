@@ -36,7 +36,7 @@ from tests.lib.faulty_backends import Faulty
 from tests.lib.peak_memory import Peak
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.backends import Backend
-from vllm_moe_oracle.checkpoint import read_checkpoint
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.compat import current_adapter, standalone_layer
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices import detect

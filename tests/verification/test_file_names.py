@@ -16,7 +16,8 @@ pytest.importorskip("vllm", reason="reads weights for vLLM's layers")
 
 from tests.lib import cli
 from tests.lib.checkpoints import Size, rewrite_tensors, write_checkpoint
-from vllm_moe_oracle import checkpoint, settings
+from vllm_moe_oracle import settings
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.measuring import verifying
 from vllm_moe_oracle.verification import token_stream
@@ -98,7 +99,7 @@ def test_vllms_loader_takes_the_same_tensors(ernie: Path, monkeypatch: pytest.Mo
     model = nn.Module()
     model.config = SimpleNamespace(moe_num_experts=[TEXT, IMAGES], tie_word_embeddings=False)
     monkeypatch.setattr(ernie45_vl_moe, "dict", lambda _: Parameters(), raising=False)
-    with verifying.Verification(checkpoint.read_checkpoint(ernie), detect.detect(), settings.load({})) as made:
+    with verifying.Verification(read_checkpoint(ernie), detect.detect(), settings.load({})) as made:
         expected = {}
         names = []
         for plan in made.plans:
@@ -122,7 +123,7 @@ def chosen(folder: Path, routers: dict[str, Tensor]) -> dict[str, bool]:
         routers: by the same, `[hidden, experts]`.
     """
     found = {}
-    with verifying.Verification(checkpoint.read_checkpoint(folder), detect.detect(), settings.load({})) as made:
+    with verifying.Verification(read_checkpoint(folder), detect.detect(), settings.load({})) as made:
         for plan in made.plans:
             assert plan.tensors is not None
             name = plan.problem.layer.rpartition(".")[2]

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import MeasurementError
 from ..quantization.fields import short_repr
 from ..untrusted import boundary, parse_json, read_file
-from . import MoeLayers
+from .moe_layers import MoeLayers
 
 MAX_REPORT_BYTES = 64 << 20
 _MAX_LINES = 10_000

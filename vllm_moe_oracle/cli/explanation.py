@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from ..checkpoint import MoeLayers
 from ..checkpoint.layer_names import compact_layer_names
+from ..checkpoint.moe_layers import MoeLayers
 from ..checkpoint.ranks import Ranks
 from ..core.decision import Candidate, Decision
 from ..core.problem import Device

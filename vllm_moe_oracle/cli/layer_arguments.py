@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from .. import checkpoint, settings
+from .. import settings
+from ..checkpoint.files import read_checkpoint
+from ..checkpoint.moe_layers import find_moe_layers
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.serving import with_activations
 from ..core.decimals import parse_count
@@ -48,9 +50,13 @@ def resolve_problems(
             )
         # Not Path's: it raises where a name is too long for a file.
         if os.path.exists(word) or "/" in word or word.endswith(".json"):
-            read = checkpoint.read_checkpoint(Path(word))
-            layers = checkpoint.find_moe_layers(
-                read, tp, ep, ragged_shards, quantization.lower(), installed_packages().get("vllm"), dp
+            read = read_checkpoint(Path(word))
+            layers = find_moe_layers(
+                read,
+                ranks,
+                ragged_shards=ragged_shards,
+                online=quantization.lower(),
+                vllm=installed_packages().get("vllm"),
             )
             if not layers.problems:
                 rule = f"there is nothing to measure: {'; '.join(layers.notes)}"

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from .. import __version__, checkpoint
-from ..checkpoint import CheckpointFiles, MoeLayers
+from .. import __version__
+from ..checkpoint.files import CheckpointFiles
 from ..checkpoint.layer_names import moe_layer_names, mtp_layer_names
+from ..checkpoint.moe_layers import MoeLayers, find_moe_layers
 from ..checkpoint.serving import with_activations
 from ..core.decision import Decision
 from ..core.problem import Device, Problem
@@ -150,7 +151,7 @@ class Verification:
         self.device, self.settings = device, settings
         self.registry = registry or default_registry()
         release = device.packages.get("vllm")
-        self.layers: MoeLayers = checkpoint.find_moe_layers(config, vllm=release)
+        self.layers: MoeLayers = find_moe_layers(config, vllm=release)
         names = {each.modules[0]: each for each in self._names(config, release)}
         problems = [with_activations(each, settings) for each in (*self.layers.problems, *self.layers.mtp_problems)]
         found = [self._plan(problem) for problem in problems]

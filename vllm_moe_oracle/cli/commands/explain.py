@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 
-from ... import checkpoint, methods
-from ...checkpoint import MoeLayers
+from ... import methods
+from ...checkpoint.files import read_checkpoint
 from ...checkpoint.layer_names import compact_layer_names
+from ...checkpoint.moe_layers import MoeLayers, find_moe_layers
 from ...checkpoint.ranks import Ranks
 from ...checkpoint.serving import as_served, is_round_robin, why_eplb_is_refused
 from ...compat import check_platform, check_release, ignored_env_vars
@@ -257,18 +258,15 @@ def _find_layers(path: str, quantization: str, ranks: Ranks, settings: Settings,
     """
     notes: tuple[str, ...] = ()
     try:
-        read = checkpoint.read_checkpoint(Path(path))
+        read = read_checkpoint(Path(path))
         if not os.path.exists(path):
             notes = (f"{path} is read from the local cache of the Hugging Face Hub: {read.path}",)
-        layers = checkpoint.find_moe_layers(
+        layers = find_moe_layers(
             read,
-            ranks.tp,
-            ranks.ep,
-            settings.ragged_shards,
-            quantization.lower(),
-            vllm_version(device),
-            ranks.dp,
-            ranks.all2all,
+            ranks,
+            ragged_shards=settings.ragged_shards,
+            online=quantization.lower(),
+            vllm=vllm_version(device),
         )
     except LeftToStockError as error:
         note = f"the model is left to stock vLLM, unaffected by this plugin: {error.rule}. {error.remedy}"

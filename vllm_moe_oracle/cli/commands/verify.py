@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ... import checkpoint
-from ...checkpoint import MoeLayers
 from ...checkpoint.engagement import Engagement, read_engagement
+from ...checkpoint.files import read_checkpoint
 from ...checkpoint.layer_names import compact_layer_names, short_layer_names
+from ...checkpoint.moe_layers import MoeLayers, find_moe_layers
 from ...core.problem import Device
 from ...devices import detect
 from ...errors import SettingError
@@ -77,11 +77,11 @@ def command(
     if report_only and report is None:
         raise SettingError("there is no report to compare", "Name the file with --report", "--report-only")
     require_a_path(path)
-    config = checkpoint.read_checkpoint(Path(path))
+    config = read_checkpoint(Path(path))
     machine = _require_kind(device)
     engagement = None
     if report is not None:
-        layers = checkpoint.find_moe_layers(config, vllm=machine.packages.get("vllm"))
+        layers = find_moe_layers(config, vllm=machine.packages.get("vllm"))
         engagement = read_engagement(report, layers)
     if report_only:
         assert engagement is not None

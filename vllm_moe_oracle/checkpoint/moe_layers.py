@@ -1,0 +1,332 @@
+"""The MoE layers of a checkpoint as one rank sees them: `find_moe_layers`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Problem, Scheme
+from ..errors import CheckpointError, LeftToStockError, did_you_mean
+from ..quantization import (
+    METHOD_ALIASES,
+    ONLINE_SCHEMES,
+    UNSUPPORTED_ONLINE,
+    config_notes,
+    parse_config,
+    refused_linear,
+    takes_modules_from_files,
+    vllm_method_name,
+    with_moe_wna16_packing,
+)
+from ..quantization.fields import short_repr
+from ..quantization.types import FormatLookup, LayerNames, UnsupportedFormat, describe_format
+from ..releases import min_versions
+from ..releases.all2all import effective_all2all
+from ..releases.removed_models import last_release_with
+from ..untrusted import boundary
+from .files import CheckpointFiles
+from .layer_names import (
+    MTP_COUNT_FIELDS,
+    MTP_MODELS,
+    all_layer_names,
+    compact_layer_names,
+    moe_layer_names,
+    mtp_layer_names,
+    unread_experts,
+)
+from .layer_problem import check_attention_heads, layer_problem, model_dtype, null_activation_note
+from .model_fields import MAX_RANKS, kinds_of_experts, model_type
+from .ranks import Ranks
+from .tensor_headers import are_floating_point, are_quantized, expert_tensor_kinds
+
+_ONE_RANK = Ranks()
+
+_KIMI_K3_ARCHITECTURE = "KimiK3ForConditionalGeneration"
+
+# Models whose FP8 config leaves the experts' own type to the model's config.
+_FP4_EXPERT_MODELS = frozenset({"deepseek_v4", "deepseek_v41"})
+
+
+@dataclass(frozen=True, slots=True)
+class MoeLayers:
+    """The MoE layers of a checkpoint on one rank.
+
+    Attributes:
+        problems: one for each layer whose experts are stored in a scheme that this project reads, in order.
+        unquantized: names of layers whose experts the quantization config leaves out.
+        unsupported_formats: the format of each layer whose experts this package leaves to stock vLLM, by name.
+        method: vLLM's name for the checkpoint's quantization, e.g. ``modelopt_mxfp8``; "" for none.
+        notes: what a user should know about how the layers were found, one sentence each.
+        mtp_problems: the same for multi-token prediction modules, which vLLM loads as a model of their own for
+            speculative decoding.
+        refused: why vLLM refuses the model's other layers, so that a server does not start with or without this
+            package unless the files leave them unquantized; "" where it does not.
+    """
+
+    problems: tuple[Problem, ...]
+    unquantized: tuple[str, ...]
+    unsupported_formats: Mapping[str, str]
+    method: str
+    notes: tuple[str, ...]
+    mtp_problems: tuple[Problem, ...] = ()
+    refused: str = ""
+
+
+def find_moe_layers(
+    config: CheckpointFiles,
+    ranks: Ranks = _ONE_RANK,
+    *,
+    ragged_shards: bool = False,
+    online: str = "",
+    vllm: str | None = None,
+) -> MoeLayers:
+    """The MoE layers of a checkpoint as one rank sees them.
+
+    Args:
+        config: from `files.read_checkpoint`.
+        ranks: over how many ranks vLLM distributes the model, and how; `Ranks.all2all` is a value of
+            ``--all2all-backend``, of which a release may make another one.
+        ragged_shards: the setting `ragged_shards`.
+        online: vLLM's ``--quantization``: for a checkpoint in 16 bits a key of `ONLINE_SCHEMES`; "" for none.
+        vllm: the release of vLLM, which decides what names in a compressed-tensors config mean, and which experts are
+            padded with zeros; None for the newest.
+
+    Raises:
+        LeftToStockError: no MoE layers, or their sizes are not read and nothing of this package would run them.
+        CheckpointError: an unknown quantization, another than `online`, a field that is missing or has a
+            value that it cannot have, or a number of ranks over which the model cannot be sharded.
+        SettingError: a number of ranks below one, or an all-to-all that the release does not have.
+    """
+    ranks = replace(ranks, all2all=effective_all2all(ranks.all2all, vllm))
+    ranks.check()
+    # Fields that are not checked one by one may have any type.
+    with boundary(CheckpointError, "is not the config of a model", where=str(config.path)):
+        return _find_moe_layers(config, ranks, ragged_shards, online, vllm)
+
+
+def _find_moe_layers(
+    config: CheckpointFiles, ranks: Ranks, ragged_shards: bool, online: str, vllm: str | None
+) -> MoeLayers:
+    _check_readable(config, ranks, online, vllm)
+    names = moe_layer_names(config, vllm)
+    format_of, method = _expert_formats(config, online)
+    mtp_names = mtp_layer_names(config, vllm)
+    kinds_in_files, unread = _kinds_in_files(config, (names | mtp_names).values())
+    if config.quantization is not None and takes_modules_from_files(*config.quantization, method):
+        format_of = _without(format_of, {name for name, each in kinds_in_files.items() if are_floating_point(each)})
+    problems: list[Problem] = []
+    mtp_problems: list[Problem] = []
+    unquantized, foreign = [], {}
+    kinds = [part for _, part in kinds_of_experts(config)]
+    for place, layer in (names | mtp_names).items():
+        layer_format = format_of(layer)
+        name = layer.modules[0]
+        if layer_format is None:
+            unquantized.append(name)
+        elif isinstance(layer_format, UnsupportedFormat):
+            foreign[name] = layer_format.format
+        else:
+            found = mtp_problems if place in mtp_names else problems
+            index, kind = place
+            found.append(layer_problem(kinds[kind], index, name, layer_format, ranks, ragged_shards, vllm))
+    if not problems and not mtp_problems:
+        check_attention_heads(config, ranks)
+    drafts = {layer.modules[0] for layer in mtp_names.values()}
+    compared = {name: each for name, each in kinds_in_files.items() if name not in foreign}
+    quantized = {problem.layer for problem in (*problems, *mtp_problems)}
+    said, packed = ([unread], False) if unread else _notes_on_files(config, compared, quantized, drafts)
+    notes = (*_notes(config, unquantized, foreign, drafts, online, packed), *said)
+    if model_type(config) == EVEN_SPLIT_MODEL_TYPE and any(problem.scheme.name == "wna16" for problem in problems):
+        rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "
+        notes += (f"{rule}weight_packed): loading fails: the weights are reported as missing",)
+    refused = _refused_linear(config, problems, vllm)
+    if refused:  # whether linear layers are quantized at all is not looked at here: a note, and no more
+        notes += (f"a server does not start, unless the files leave all layers but experts unquantized: {refused}",)
+    return MoeLayers(tuple(problems), tuple(unquantized), foreign, method, notes, tuple(mtp_problems), refused)
+
+
+def _check_readable(config: CheckpointFiles, ranks: Ranks, online: str, vllm: str | None) -> None:
+    """Refuses what is not asked about, or cannot be: too many ranks, a model that the release has no more, and experts
+    in fields that are not read."""
+    if ranks.total > MAX_RANKS:
+        rule = f"{ranks.total} ranks are more than {MAX_RANKS}, the most that are considered"
+        raise CheckpointError(rule, where=str(config.path))
+    architectures = config.full_config.get("architectures")
+    if removed := last_release_with(architectures if isinstance(architectures, list) else (), vllm):
+        rule = "vLLM has {} until {}: a server does not start".format(*removed)
+        raise CheckpointError(rule, f"Serve it with vLLM {removed[1]} or older", str(config.path))
+    if words := unread_experts(config):
+        raise _unread_experts_error(config, words, online, vllm)
+
+
+def _refused_linear(config: CheckpointFiles, problems: Iterable[Problem], vllm: str | None) -> str:
+    """Why vLLM refuses the model's linear layers, if they are quantized as its experts are; "" where it does not."""
+    schemes = {problem.scheme for problem in problems}
+    refused = refused_linear(*config.quantization) if config.quantization is not None and schemes else ""
+    ordered = any(scheme.act_order == "group" and scheme.group_size != -1 for scheme in schemes)
+    if not refused and ordered and min_versions.refuses_act_order_in_linear(vllm):
+        return f"from {min_versions.LINEAR_WITHOUT_ACT_ORDER} on, vLLM refuses linear layers with act order in groups"
+    return refused
+
+
+def _kinds_in_files(
+    config: CheckpointFiles, layers: Iterable[LayerNames]
+) -> tuple[Mapping[str, Collection[tuple[str, str]]], str]:
+    """What the files hold of each layer's experts, by vLLM's name of the layer; nothing where there is no folder. Where
+    a file cannot be read, nothing but a note that says so."""
+    if config.folder is None:
+        return {}, ""
+    modules = {layer.modules[0]: [name for name, _ in layer.modules_in_files()] for layer in layers}
+    try:
+        found = expert_tensor_kinds(config.folder, {name for names in modules.values() for name in names})
+    except CheckpointError as error:
+        return {}, f"whether the files hold the experts as the config says is not known: {error}"
+    return {layer: {kind for name in names for kind in found.get(name, ())} for layer, names in modules.items()}, ""
+
+
+def _without(format_of: FormatLookup, unquantized: Container[str]) -> FormatLookup:
+    """The same formats, but for layers of these names, which are in the model's dtype."""
+    return lambda layer: None if layer.modules[0] in unquantized else format_of(layer)
+
+
+def _notes_on_files(
+    config: CheckpointFiles,
+    kinds: Mapping[str, Collection[tuple[str, str]]],
+    quantized: Container[str],
+    drafts: Container[str],
+) -> tuple[list[str], bool]:
+    """What is to be known of layers whose files say otherwise than the quantization config, and whether some are
+    quantized although the config does not say so.
+
+    Tools leave layers in 16 bits, such as those for multi-token prediction, and not all of them write so. The config of
+    a model that drafts for another may not say what its tensors are.
+
+    Args:
+        config: the checkpoint's.
+        kinds: what the files hold of the layers that are compared, by vLLM's names.
+        quantized: names of those whose experts are quantized when they serve.
+        drafts: names of those of multi-token prediction modules.
+    """
+    stated = quantized if config.quantization is not None else ()
+    plain = [layer for layer, each in kinds.items() if layer in stated and are_floating_point(each)]
+    packed = [layer for layer, each in kinds.items() if layer not in stated and are_quantized(each)]
+    source = config.quantization[1] if config.quantization is not None else ""
+    notes = []
+    for found, effect in (
+        ([layer for layer in plain if layer not in drafts], "a server does not load them"),
+        ([layer for layer in plain if layer in drafts], "speculative decoding with them does not load"),
+    ):
+        if found:
+            notes.append(
+                f"the files hold the experts of {compact_layer_names(found)} in 16 bits, and {source} does not leave "
+                f"them out: {effect}. Add them to the layers that the config ignores"
+            )
+    if packed:
+        said = f"{source} leaves them out" if source else f"{config.path} has no quantization_config"
+        notes.append(
+            f"the files hold the experts of {compact_layer_names(packed)} quantized, and {said}: a server does not "
+            "load them. The config has to say how they are quantized"
+        )
+    return notes, bool(packed)
+
+
+def _unread_experts_error(config: CheckpointFiles, words: str, online: str, vllm: str | None) -> CheckpointError:
+    """What the experts are stored as decides: only those in a scheme of this package could be run by it."""
+    where = str(config.path)
+    if config.quantization is None and not online:
+        return LeftToStockError(f"{words}; the experts are not quantized", _SERVED, where)
+    format_of, _ = _expert_formats(config, online)
+    found = list(dict.fromkeys(format_of(each) for each in all_layer_names(config, vllm)))
+    stored = f"{words}; the experts are in {' and '.join(map(describe_format, found[:3]))}"
+    if any(isinstance(each, Scheme) for each in found):
+        dbrx = model_type(config) == "dbrx"
+        remedy = "A server knows their sizes: its log says what runs them"
+        return CheckpointError(stored, _DBRX_REMEDY if dbrx else remedy, where)
+    return LeftToStockError(stored, _SERVED, where)
+
+
+_DBRX_REMEDY = "vLLM's loader of DBRX takes experts in 16 bits or FP8"
+_SERVED = "This plugin serves experts in MXFP8, MXFP4 and integers with 16-bit activations"
+
+
+def _expert_formats(config: CheckpointFiles, online: str) -> tuple[FormatLookup, str]:
+    """What each layer's experts are stored as, or become while they load, and vLLM's name for the quantization."""
+    where = str(config.path)
+    if config.quantization is None:
+        if online in ONLINE_SCHEMES and model_type(config) == EVEN_SPLIT_MODEL_TYPE:
+            rule = "vLLM's loader of gpt-oss copies experts in 16 bits past the loader that would quantize them"
+            raise CheckpointError(rule, "Serve the checkpoint in MXFP4 that OpenAI publishes", where)
+        if online in ONLINE_SCHEMES:
+            return lambda layer: ONLINE_SCHEMES[online], online
+        if online in UNSUPPORTED_ONLINE:
+            return lambda layer: UnsupportedFormat(online), online
+        if online:
+            rule = f"--quantization {short_repr(online)} is not supported"
+            valid = f"{did_you_mean(online, ONLINE_SCHEMES)}For a checkpoint in 16 bits, valid are "
+            raise CheckpointError(rule, valid + ", ".join((*ONLINE_SCHEMES, *UNSUPPORTED_ONLINE)), where)
+        return lambda layer: None, ""
+    quantization, source = config.quantization
+    if model_type(config) in _FP4_EXPERT_MODELS:
+        quantization = {"expert_dtype": config.model_config.get("expert_dtype") or "fp4", **quantization}
+    names = config.full_config.get("architectures")
+    if (
+        isinstance(names, list)
+        and _KIMI_K3_ARCHITECTURE in names
+        and quantization.get("format") == "mxfp4-pack-quantized"
+    ):
+        # vLLM reads what compressed-tensors stored as a checkpoint that is tagged so.
+        quantization = {**quantization, "quant_method": "mxfp4"}
+    format_of, method = parse_config(quantization, source), vllm_method_name(quantization)
+    if model_type(config) == "gpt_oss" and method == "mxfp4":  # for which vLLM has a config class of its own
+        format_of = parse_config({**quantization, "quant_method": "gpt_oss_mxfp4"}, source)
+    others = METHOD_ALIASES.get(method, ())
+    if model_type(config) != "gpt_oss":
+        others = tuple(name for name in others if not name.startswith("gpt_oss"))
+    if online not in ("", method, *others):
+        rule = f"it is quantized already, as {method}, and --quantization is {short_repr(online)}"
+        raise CheckpointError(rule, f"Leave --quantization out, or say {' or '.join((method, *others))}", where)
+    named = online if method in ("gptq", "awq") and online else method
+    return (with_moe_wna16_packing(format_of) if online == "moe_wna16" else format_of), named
+
+
+def _notes(
+    config: CheckpointFiles,
+    unquantized: list[str],
+    unsupported_formats: Mapping[str, str],
+    drafts: Container[str],
+    online: str,
+    packed: bool,
+) -> Iterable[str]:
+    """Notes on the config; `packed`: the files of layers that it leaves out hold quantized experts; `drafts`: names of
+    layers for multi-token prediction."""
+    left = "which are left to stock vLLM, unaffected by this plugin"
+    if unquantized:
+        yield f"{_count_layers(len(unquantized))} unquantized experts, {left}: {_name_layers(unquantized, drafts)}"
+    if config.quantization is None and not online and not packed:
+        if model_type(config) == EVEN_SPLIT_MODEL_TYPE:
+            yield "the plugin serves gpt-oss in MXFP4, as OpenAI publishes it; vLLM cannot quantize it at loading"
+        else:
+            yield f"--quantization {' or '.join(ONLINE_SCHEMES)} would quantize the experts at loading, for this plugin"
+    for format, count in Counter(unsupported_formats.values()).items():
+        names = _name_layers([name for name, other in unsupported_formats.items() if other == format], drafts)
+        yield f"{_count_layers(count)} experts in {format}, {left}: {names}"
+    if unsupported_formats:
+        yield f"{_SERVED[:1].lower()}{_SERVED[1:]}"
+    if config.quantization is not None:
+        yield from config_notes(*config.quantization)
+    yield from filter(None, (model_dtype(config)[1], null_activation_note(config)))
+    mtp_count = next((config.model_config[name] for name in MTP_COUNT_FIELDS if config.model_config.get(name)), 0)
+    if isinstance(mtp_count, int) and mtp_count > 0 and model_type(config) not in MTP_MODELS:
+        yield f"layers of the {mtp_count} multi-token-prediction module(s) are not listed"
+
+
+def _name_layers(names: Collection[str], drafts: Container[str]) -> str:
+    """Names of layers, and which of them are for multi-token prediction."""
+    predicting = [name for name in names if name in drafts]
+    also = f" (for multi-token prediction: {compact_layer_names(predicting)})" if predicting else ""
+    return f"{compact_layer_names(names)}{also}"
+
+
+def _count_layers(count: int) -> str:
+    return "1 MoE layer has" if count == 1 else f"{count} MoE layers have"
