@@ -24,11 +24,10 @@ What is filled in:
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..core.measurement_set import Latencies, MeasurementSet
-from ..oracle.measured_choice import MAX_TOKEN_RATIO
+from ..oracle.measured_choice import MAX_TOKEN_RATIO, LatencyCurve
 
 MAX_SHARE = 0.25
 """The largest share of a backend's cells that is filled in."""
@@ -102,7 +101,7 @@ def _filled_times(
         model: predicted times at all of these; empty if there are none.
         any_distance: neighbors may be any distance away, if there is a model.
     """
-    ratios = {count: math.log(us / model.get(count, 1.0)) for count, us in known.items()}
+    ratios = LatencyCurve({"uniform": {count: us / model.get(count, 1.0) for count, us in known.items()}})
     found = {}
     for count in missing:
         below = max((each for each in known if each < count), default=None)
@@ -111,12 +110,8 @@ def _filled_times(
         too_far = any(max(count / each, each / count) > MAX_TOKEN_RATIO for each in near)
         if (too_far and not (any_distance and model)) or not (model or len(near) == 2):
             continue
-        if below is not None and above is not None:
-            part = math.log(count / below) / math.log(above / below)
-            ratio = (1.0 - part) * ratios[below] + part * ratios[above]
-        else:
-            ratio = ratios[near[0]]
-        found[count] = model.get(count, 1.0) * math.exp(ratio)
+        # Beyond the last measured time its ratio holds: the model has what more tokens take.
+        found[count] = model.get(count, 1.0) * ratios.time_at("uniform", count if len(near) == 2 else near[0])
     return found
 
 

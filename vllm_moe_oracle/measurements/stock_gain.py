@@ -7,6 +7,7 @@ Nothing is chosen by these figures. Where neither is known, nothing is said: ano
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -102,27 +103,43 @@ def _measured(found: profile.Profile, shape: KernelShape, decision: Decision, ob
         if not sample.failure and sample.routing == "uniform":
             times.setdefault(sample.backend, {})[sample.tokens] = sample.us
     stock = times.get(STOCK_DEFAULT, {})
-    own = {
-        count: us
-        for count in stock
-        if (us := times.get(decision.backend_for(count), {}).get(count)) is not None
-    }  # fmt: skip
-    stock = {count: stock[count] for count in own}
-    curves = [LatencyCurve({"uniform": points}) for points in (stock, own)]
-    if any(curve.coverage_gap(objective) for curve in curves):
+    own = _own_times(decision, times, stock)
+    speedup = _mean_speedup(stock, own, objective)
+    if speedup is None:
         return None
-    slower, faster = (curve.score(objective, ["uniform"]) for curve in curves)
     weighted = [count for count in own if objective.weights[0][0] <= count <= objective.largest]
     ratios = sorted((stock[count] / own[count], count) for count in weighted)
     return StockGain(
         "measured",
-        math.exp(slower - faster),
+        speedup,
         str(objective),
         f"stock vLLM's {found.stock_classes(shape).get(STOCK_DEFAULT) or 'own layer'}",
         f"the shipped times ({found.environment})",
         slowest=ratios[0][::-1] if ratios else None,
         fastest=ratios[-1][::-1] if ratios else None,
     )
+
+
+def _own_times(decision: Decision, times: Mapping[str, Mapping[int, float]], counts: Iterable[int]) -> dict[int, float]:
+    """The decision's times at those of some numbers of tokens at which its backend was timed."""
+    runs = {count: times.get(decision.backend_for(count), {}).get(count) for count in counts}
+    return {count: us for count, us in runs.items() if us is not None}
+
+
+def _mean_speedup(stock: Mapping[int, float], own: Mapping[int, float], objective: Objective) -> float | None:
+    """Geometric mean of stock's time over the decision's; None where the times that both have do not cover the
+    objective.
+
+    Args:
+        stock: stock's times, at the numbers of tokens of `own` at least.
+        own: the decision's.
+        objective: the token counts of the mean.
+    """
+    curves = [LatencyCurve({"uniform": {count: times[count] for count in own}}) for times in (stock, own)]
+    if any(curve.coverage_gap(objective) for curve in curves):
+        return None
+    slower, faster = (curve.score(objective, ["uniform"]) for curve in curves)
+    return math.exp(slower - faster)
 
 
 def _over_stock_kernel(decision: Decision, stock: str, objective: Objective) -> StockGain | None:
@@ -143,16 +160,13 @@ def _over_stock_kernel(decision: Decision, stock: str, objective: Objective) -> 
     times = {name: dict(points) for name, points in outcome.times}
     if stock not in times or decision.backend == stock:
         return None
-    runs = {count: times.get(decision.backend_for(count), {}).get(count) for count in times[stock]}
-    own = {count: us for count, us in runs.items() if us is not None}
-    curves = [LatencyCurve({"uniform": {count: times[stock][count] for count in own}}), LatencyCurve({"uniform": own})]
-    if any(curve.coverage_gap(objective) for curve in curves):
+    speedup = _mean_speedup(times[stock], _own_times(decision, times, times[stock]), objective)
+    if speedup is None:
         return None
-    slower, faster = (curve.score(objective, ["uniform"]) for curve in curves)
     errors = dict(outcome.errors)
     both = math.hypot(errors.get(stock, 0.0), errors.get(decision.backend, 0.0))
     error = both if kind == "predicted" else None
-    return StockGain(kind, math.exp(slower - faster), outcome.objective, words, outcome.source, error)
+    return StockGain(kind, speedup, outcome.objective, words, outcome.source, error)
 
 
 def time_errors(outcome: MeasuredOutcome) -> dict[str, float]:
