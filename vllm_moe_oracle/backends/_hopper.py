@@ -79,8 +79,8 @@ def _warn_once(problem: Problem, words: str) -> None:
 def _profiling_tokens(uncompiled: list[int]) -> int:
     """From how many tokens a call is vLLM's profiling run, in which the kernels of calls with many tokens compile.
 
-    It brings fewer tokens than the largest call where an all-to-all delivers only what a rank's experts take, and more
-    than the checks while a layer is loaded.
+    The profiling run has more tokens than the checks during loading. It has fewer than the largest call where an
+    all-to-all delivers only the tokens of this rank's experts.
 
     Args:
         uncompiled: numbers of tokens whose kernels were not compiled while the layer was loaded, ascending.
