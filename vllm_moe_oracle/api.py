@@ -10,11 +10,12 @@ Describing a case:
     ``load_settings(assignments={"backend": "emulation"})`` sets one by name.
 Deciding:
     `decide`, `Decision`, `format_candidates`, `NoBackendError`: one layer.
-    `explain_checkpoint`, `read_checkpoint`, `find_moe_layers`: all layers of a checkpoint.
+    `explain_checkpoint`: all layers of a checkpoint.
     `OracleError`: the base of every error that these raise.
 Writing a backend:
     `Backend`, `Builder`, `Tensors`, `Capabilities`, `Rule`, `ShardPlan`, `Numerics`: the contract.
-    `Registry`, `discover`, `ENTRY_POINT_GROUP`: registration.
+    `Forward`, `WorkspaceForward`, `Adapters`: the function that a `Builder` takes, and what it gets with LoRA.
+    `discover`, `ENTRY_POINT_GROUP`: registration.
 Tensors (these need torch):
     `scheme_functions`, `layout_functions`, `reference_forward`: formats, kernel layouts and the reference computation.
 """
@@ -27,17 +28,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .backends import Backend, Builder, Tensors
+    from .backends import Adapters, Backend, Builder, Forward, Tensors, WorkspaceForward
     from .backends.emulation import forward as reference_forward
-    from .checkpoint.files import read_checkpoint
-    from .checkpoint.moe_layers import find_moe_layers
     from .core.capabilities import Capabilities, Rule
     from .core.decision import Decision, Numerics, ShardPlan, format_candidates
     from .core.problem import Activation, Device, Parallel, Placement, Problem, Routing, Scheme, SchemeName
     from .devices.catalog import known_device
     from .devices.detect import detect as detect_device
     from .errors import NoBackendError, OracleError
-    from .oracle.registry import ENTRY_POINT_GROUP, Registry, discover
+    from .oracle.registry import ENTRY_POINT_GROUP, discover
     from .oracle.selection import decide
     from .settings import Settings
     from .settings import load as load_settings
@@ -45,47 +44,45 @@ if TYPE_CHECKING:
 __all__ = [
     "ENTRY_POINT_GROUP",
     "Activation",
+    "Adapters",
     "Backend",
     "Builder",
     "Capabilities",
     "Decision",
     "Device",
+    "Forward",
     "NoBackendError",
     "Numerics",
     "OracleError",
     "Parallel",
     "Problem",
-    "Registry",
     "Routing",
     "Rule",
     "Scheme",
     "Settings",
     "ShardPlan",
     "Tensors",
+    "WorkspaceForward",
     "decide",
     "detect_device",
     "discover",
     "explain_checkpoint",
-    "find_moe_layers",
     "format_candidates",
     "known_device",
     "layout_functions",
     "load_settings",
-    "read_checkpoint",
     "reference_forward",
     "scheme_functions",
 ]
 
 _SOURCES = {
-    "backends": ("Backend", "Builder", "Tensors"),
-    "checkpoint.files": ("read_checkpoint",),
-    "checkpoint.moe_layers": ("find_moe_layers",),
+    "backends": ("Adapters", "Backend", "Builder", "Forward", "Tensors", "WorkspaceForward"),
     "core.capabilities": ("Capabilities", "Rule"),
     "core.decision": ("Decision", "Numerics", "ShardPlan", "format_candidates"),
     "core.problem": ("Activation", "Device", "Parallel", "Problem", "Routing", "Scheme"),
     "devices.catalog": ("known_device",),
     "errors": ("NoBackendError", "OracleError"),
-    "oracle.registry": ("ENTRY_POINT_GROUP", "Registry", "discover"),
+    "oracle.registry": ("ENTRY_POINT_GROUP", "discover"),
     "oracle.selection": ("decide",),
     "settings": ("Settings",),
 }
