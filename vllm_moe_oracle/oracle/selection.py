@@ -138,7 +138,8 @@ def decide(
         settings: the user's settings.
         moe_backend: vLLM's ``--moe-backend``.
         registry: the backends; None for the default registry of this process.
-        measurements: times of this layer on such a machine; None to decide without times.
+        measurements: times of this layer on such a machine. Without `measurements` the static order decides;
+            `explain_checkpoint` looks them up.
 
     Raises:
         NoBackendError: no backend can run the layer, or the requested one cannot (and ``on_unavailable`` is not
