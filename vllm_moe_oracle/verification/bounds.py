@@ -68,6 +68,12 @@ class Reference:
     token_noise: Tensor
     tolerance: Tensor
 
+    def permuted(self, order: Tensor) -> Reference:
+        """The same of the tokens in another order: numbers of tokens, `[M]`."""
+        return dataclasses.replace(
+            self, expected=self.expected[order], noise=self.noise[order], token_noise=self.token_noise[order]
+        )
+
 
 def largest_mean_square(count: _Number) -> _Number:
     """What the mean square of `count` independent normal values of variance 1 exceeds once in 10**12 cases (Wilson and

@@ -1,8 +1,8 @@
 """One layer of a checkpoint, with all of its experts, through a backend's kernel and through the float32 reference.
 
-The check at load (`self_check`, `installed`) has to be over in a second. This one is for a user who waits: every expert
-of the layer, with the checkpoint's own weights and biases, on realistic inputs, in calls of several sizes, in repeated
-calls, and once more after the weights were loaded anew.
+The check at load (`self_check`, `converted_layer`) has to be over in a second. This one is for a user who waits: every
+expert of the layer, with the checkpoint's own weights and biases, on realistic inputs, in calls of several sizes, in
+repeated calls, and once more after the weights were loaded anew.
 
 Two kinds of tokens are compared. An *isolated* token gives one expert the weight 1 and the others of its slots 0, so
 that a wrong expert is known by its number; there are `ISOLATED` of them for each expert, and one of zeros where experts
@@ -181,7 +181,7 @@ class LayerCheck:
             fault = fault or made.put(expert, index)
             del expert
         batches = sums.batches()
-        calls = _Calls(self, made, batches)
+        calls = _LayerCalls(self, made, batches)
         if not fault:
             fault = calls.make(lambda: self._make_calls(calls, made, plan, hand_overs, backend))
         if not fault and self._read_raw is not None and not self_check.is_reference(backend):
@@ -194,7 +194,7 @@ class LayerCheck:
         return {name: tensor.to(self._device) for name, tensor in self._read(index).items()}
 
     def _make_calls(
-        self, calls: _Calls, made: KernelTensors, plan: ShardPlan, hand_overs: tuple[int, ...], backend: Backend
+        self, calls: _LayerCalls, made: KernelTensors, plan: ShardPlan, hand_overs: tuple[int, ...], backend: Backend
     ) -> str:
         """Calls of all sizes, repeated ones, and those after a reload. Returns what is wrong with the reload."""
         calls.isolated()
@@ -323,18 +323,7 @@ class _ExpertSums:
             ]
             place = torch.arange(len(each.x), device=each.x.device)
             order = (place % self._experts) * (len(each.x) // self._experts) + place // self._experts
-            whole = bounds.joined(parts)
-            found.append(
-                dataclasses.replace(
-                    each,
-                    reference=dataclasses.replace(
-                        whole,
-                        expected=whole.expected[order],
-                        noise=whole.noise[order],
-                        token_noise=whole.token_noise[order],
-                    ),
-                )
-            )
+            found.append(dataclasses.replace(each, reference=bounds.joined(parts).permuted(order)))
         return found
 
     def _reference(self, rows: slice) -> bounds.Reference:
@@ -348,7 +337,7 @@ class KernelTensors:
 
     Attributes:
         layer: the module that holds them.
-        names: their names.
+        tensors: they, `[experts, ...]` each, by name.
         nbytes: their bytes, and those of an expert in canonical form and of two of its matrices in float32.
     """
 
@@ -406,8 +395,8 @@ class KernelTensors:
         return self._backend.build_experts(tensors, self._problem, self._plan, builder)
 
 
-class _Calls:
-    """Calls of a kernel, each compared with the reference.
+class _LayerCalls:
+    """Calls of a whole layer, and each expert's share of their error.
 
     Attributes:
         count: calls so far.
