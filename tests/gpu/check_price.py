@@ -161,7 +161,7 @@ def places() -> list[tuple[Any, str, str]]:
     from vllm_moe_oracle.compat import weight_storage
     from vllm_moe_oracle.compat.adapter import Adapter
     from vllm_moe_oracle.methods import backend_check
-    from vllm_moe_oracle.verification import bounds, inputs, installed, self_check
+    from vllm_moe_oracle.verification import bounds, converted_layer, inputs, self_check
 
     found: list[tuple[Any, str, str]] = [
         (inputs, "canonical_experts", "experts"),
@@ -174,13 +174,13 @@ def places() -> list[tuple[Any, str, str]]:
         (weight_storage, "convert_in_place", "conversion"),
         (Adapter, "run_single_rank", "kernel calls"),
         (gc, "collect", GARBAGE),
-        (bounds, "excess", "comparisons"),
+        (bounds, "excesses", "comparisons"),
         (self_check.Calls, "make", "rest of calls"),
         (self_check.Calls, "result", "result"),
-        (installed.WeightParts, "add", "after: parts kept"),
-        (installed.InstalledLayer, "__init__", "after: inputs, reference"),
-        (installed.InstalledLayer, "compare", "after: calls"),
-        (installed.InstalledLayer, "compare_again", "after: once more"),
+        (converted_layer.WeightParts, "add", "after: parts kept"),
+        (converted_layer.InstalledLayer, "__init__", "after: inputs, reference"),
+        (converted_layer.InstalledLayer, "compare", "after: calls"),
+        (converted_layer.InstalledLayer, "compare_again", "after: once more"),
         (backend_check, "check_weights", "check of weights"),
         (backend_check, "check_kernel", "check before"),
     ]

@@ -308,7 +308,7 @@ def test_calls_are_compared_together_as_each_by_itself() -> None:
     actual[3][:, -1] += 9
     assert bounds.call_batches(rows) == [slice(0, 4), slice(4, 5), slice(5, 6), slice(6, 7)]
     found = bounds.excesses(actual, reference, rows)
-    alone = torch.stack([bounds.excess(one, reference, each) for one, each in zip(actual, rows, strict=True)])
+    alone = torch.cat([bounds.excesses([one], reference, [each]) for one, each in zip(actual, rows, strict=True)])
     assert torch.allclose(found, alone, rtol=1e-5, equal_nan=True)
     assert found.isnan().tolist() == [False, True, *[False] * 5] and (found > 1).tolist().index(True) == 3
 
@@ -348,8 +348,8 @@ def test_a_sum_of_terms_with_independent_errors_is_within_the_bound() -> None:
             off = part.hidden @ (part.w2 * 0.02 * signs).T
             expected.index_add_(0, part.token, off * part.weight + part.output)
     rows = torch.arange(len(x))
-    assert 0.1 < float(bounds.excess(expected, reference, rows)) <= 1
-    assert float(bounds.excess(reference.expected, reference, rows)) == 0
+    assert 0.1 < float(bounds.excesses([expected], reference, [rows])[0]) <= 1
+    assert float(bounds.excesses([reference.expected], reference, [rows])[0]) == 0
     assert "columns 64 to 95 of token 3" in bounds.describe_excess(
         expected.index_put((torch.tensor(3), torch.arange(64, 96)), torch.tensor(9.0)), reference, rows
     )

@@ -210,24 +210,18 @@ def joined(parts: Sequence[Reference]) -> Reference:
     )
 
 
-def excess(actual: Tensor, reference: Reference, rows: Tensor) -> Tensor:
-    """How far an output is from its bounds: the largest root mean square error of a block, column or token, over its
-    bound.
+def excesses(actual: Sequence[Tensor], reference: Reference, rows: Sequence[Tensor]) -> Tensor:
+    """How far the outputs of calls are from their bounds: the largest root mean square error of a block, column or
+    token, over its bound. Small calls are compared together: on a GPU the comparison of one takes as long as its call.
 
     Args:
-        actual: `[M, hidden]`, the output of `rows` of the reference's tokens.
+        actual: the output of each call, `[M, hidden]`.
         reference: the reference.
-        rows: `[M]`.
+        rows: the reference's tokens of each call, `[M]`.
 
     Returns:
-        float32 scalar on the device; up to 1 for a right kernel, NaN if the output has NaN.
+        float32 `[calls]` on the device; up to 1 for a right kernel, NaN if the output has NaN.
     """
-    return excesses([actual], reference, [rows])[0]
-
-
-def excesses(actual: Sequence[Tensor], reference: Reference, rows: Sequence[Tensor]) -> Tensor:
-    """`excess` of several calls, float32 `[calls]`; the arguments are those of each. Small calls are compared together:
-    on a GPU the comparison of one takes as long as its call."""
     found = []
     for some in call_batches(rows):
         blocks, columns, tokens = _ratios(actual[some], reference, rows[some])
@@ -259,7 +253,7 @@ def largest_of_calls(values: Tensor, rows: Sequence[Tensor]) -> Tensor:
 
 
 def describe_excess(actual: Tensor, reference: Reference, rows: Tensor) -> str:
-    """Where an output is furthest from its bounds, in words; arguments as for `excess`."""
+    """Where an output is furthest from its bounds, in words; arguments as for one call of `excesses`."""
     blocks, columns, tokens = (each.nan_to_num(nan=torch.inf) for each in ratios(actual, reference, rows))
     for what, each in (("column", columns), ("token", tokens)):
         if float(each.amax()) > max(float(other.amax()) for other in (blocks, columns, tokens) if other is not each):
@@ -275,7 +269,7 @@ def describe_excess(actual: Tensor, reference: Reference, rows: Tensor) -> str:
 
 def ratios(actual: Tensor, reference: Reference, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Root mean square errors over their bounds: of each token's blocks `[M, hidden / 32]`, of columns `[hidden]`, of
-    tokens `[M]`; arguments as for `excess`."""
+    tokens `[M]`; arguments as for one call of `excesses`."""
     blocks, columns, tokens = _ratios([actual], reference, [rows])
     return blocks, columns[0], tokens
 
