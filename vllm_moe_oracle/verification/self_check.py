@@ -217,7 +217,8 @@ class Calls:
         # The host waits for the device here, once for all calls.
         figures = torch.cat((excesses, allowed, self._changes()), -1).cpu()
         worst, tolerance = float(figures[:, 0].amax()), float(figures[0, 1])
-        fault = next((found for index, each in enumerate(figures.tolist()) if (found := self._fault(index, *each))), "")
+        faults = (self._fault(index, each[0], *each[2:]) for index, each in enumerate(figures.tolist()))
+        fault = next(filter(None, faults), "")
         return Comparison(worst * tolerance, tolerance, time.perf_counter() - start, "", fault)
 
     def _changes(self) -> Tensor:
@@ -231,8 +232,9 @@ class Calls:
             found.append(bounds.largest_of_calls(torch.stack(changed, -1).to(torch.float32), self._rows[some]))
         return torch.cat(found)
 
-    def _fault(self, index: int, excess: float, allowed: float, *changed: float) -> str:
-        """What is wrong with a call, in words; "" when nothing is. The numbers are its of `result`."""
+    def _fault(self, index: int, excess: float, *changed: float) -> str:
+        """What is wrong with a call, in words; "" when nothing is. `excess` and `changed` are a row of the figures in
+        `result`."""
         rows, words = self._rows[index], []
         # NaN is wrong, too.
         if not excess <= 1:
