@@ -136,7 +136,7 @@ def _activate(chosen: Settings, version: str | None) -> None:
     from .compat.patches import PatchManager, wrap_function
     from .compat.quantization_registry import available_configs
     from .compat.registration import patches_for
-    from .methods import measurer
+    from .methods import measure_hook
 
     patches = PatchManager()
     try:
@@ -150,7 +150,7 @@ def _activate(chosen: Settings, version: str | None) -> None:
     except Exception:  # whichever patch fails, none of the others may stay
         patches.undo()
         raise
-    measurer.install(_measure_at_start)
+    measure_hook.set_measure(_measure_at_start)
     decision_records.reserve_dir()
     _process.patches = patches
     _process.state = PluginState(
@@ -192,9 +192,9 @@ def unregister() -> None:
     """Restores vLLM's own objects, for tests and notebooks. Layers that were built keep running."""
     if _process.patches is not None:
         from . import decision_records
-        from .methods import measurer
+        from .methods import measure_hook
 
-        measurer.install(None)
+        measure_hook.set_measure(None)
         _process.patches.undo()
         decision_records.remove_dir()
     _process.patches = None

@@ -830,14 +830,14 @@ def rows_called(case: Case, tokens: Iterable[int]) -> set[int]:
     """Numbers of rows by which vLLM's classes over Humming choose a kernel: those of calls of so many tokens, of which
     a rank has its share, of the spread experts' call and of self-checks, whose layers are whole."""
     from vllm_moe_oracle.backends import MAX_CHECK_TOKENS
-    from vllm_moe_oracle.verification import inputs, installed
+    from vllm_moe_oracle.verification import converted_layer, inputs
 
     share = {-(-count * case.top_k * case.local_experts // case.experts) for count in (*tokens, SPREAD_TOKENS)}
     chosen = min(case.top_k, len(inputs.sample_experts(case.problem())))
     checked = {*inputs.call_counts([], 1 << 20), *inputs.REPEATED_COUNTS, inputs.LARGE_CALL, inputs.MAX_LARGE_CALL}
     small = {count * chosen for count in checked}
     # The converted layer's: one token for each expert on this rank, many tokens, and the last ones once more.
-    whole = {count * case.top_k for count in (case.local_experts, MAX_CHECK_TOKENS, installed.FEW_EXPERTS)}
+    whole = {count * case.top_k for count in (case.local_experts, MAX_CHECK_TOKENS, converted_layer.FEW_EXPERTS)}
     return share | small | whole | {-(-rows * case.local_experts // case.experts) for rows in whole}
 
 

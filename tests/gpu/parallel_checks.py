@@ -26,7 +26,7 @@ from vllm_moe_oracle.measuring import worker_pool
 from vllm_moe_oracle.measuring.broken_context import BrokenContextError, breaks_context
 from vllm_moe_oracle.methods import backend_check
 from vllm_moe_oracle.oracle.registry import default_registry
-from vllm_moe_oracle.verification import inputs, installed
+from vllm_moe_oracle.verification import converted_layer, inputs
 from vllm_moe_oracle.verification.self_check import Comparison
 
 WORKERS = max(2, min(14, (os.cpu_count() or 2) - 2))
@@ -123,13 +123,13 @@ def _run(check: Check, found: Outcome) -> None:
             made = build(table, case, check.backend)
             found.monolithic = made.method.is_monolithic
             found.before += [backend_table._checked(made, backend, made.method.adapter) for _ in range(2)]
-            compare = installed.InstalledLayer.compare
+            compare = converted_layer.InstalledLayer.compare
 
-            def kept(layer: installed.InstalledLayer) -> Comparison:
+            def kept(layer: converted_layer.InstalledLayer) -> Comparison:
                 found.after.append(compare(layer))
                 return found.after[-1]
 
-            with mock.patch.object(installed.InstalledLayer, "compare", kept):
+            with mock.patch.object(converted_layer.InstalledLayer, "compare", kept):
                 made.convert()
         else:
             made = build(table, case, f"hopper_{check.scheme}")

@@ -33,7 +33,7 @@ from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import FILE_NAME, Store
 from vllm_moe_oracle.measuring import at_start, tuning
-from vllm_moe_oracle.methods import backend_selection, first_start, measurer, rank_sync
+from vllm_moe_oracle.methods import backend_selection, first_start, measure_hook, rank_sync
 from vllm_moe_oracle.oracle import measured_choice, selection
 
 LAYER = LAYERS["mxfp8"]
@@ -91,10 +91,10 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture(autouse=True)
 def _hook(monkeypatch: pytest.MonkeyPatch) -> Any:
-    of_the_plugin = measurer.installed()
-    measurer.install(at_start.measure)
+    of_the_plugin = measure_hook.current_measure()
+    measure_hook.set_measure(at_start.measure)
     yield
-    measurer.install(of_the_plugin)
+    measure_hook.set_measure(of_the_plugin)
     first_start.forget_start()
     backend_selection.reset()
 
@@ -197,7 +197,7 @@ def test_the_first_start_measures_and_the_second_knows(
     assert f"Kept in {tmp_path / FILE_NAME}" in said[-1]
     assert "vllm-moe-oracle tune MODEL --export FILE" in said[-1]
     assert "MOE_ORACLE_MEASURE_AT_START=0" in said[-1]
-    measurer.install(refuse_to_measure)
+    measure_hook.set_measure(refuse_to_measure)
     assert [(each.backend, each.why) for each in start(chosen)] == [("fast", "measured")]
 
 
@@ -227,7 +227,7 @@ def test_crashing_and_hanging_backends_are_recorded_and_the_server_starts(
     assert (decision.backend, decision.why) == ("fast", "measured")
     failures["hanging"] = "it did not come back within 60 s"
     assert {name: why for (name, _), why in kept(tmp_path).items() if why} == failures
-    measurer.install(refuse_to_measure)
+    measure_hook.set_measure(refuse_to_measure)
     assert start(chosen)[0] == decision
 
 
@@ -261,7 +261,7 @@ def test_a_hang_at_the_end_of_the_budget_decides_nothing(only: Callable[..., Non
     assert found.unfinished == "the time was spent" and not found.failures
     assert time.monotonic() - begin < 50
     assert {count for _, count in kept(tmp_path)} <= {1}  # nobody is timed alone
-    measurer.install(None)
+    measure_hook.set_measure(None)
     (decision,) = start(chosen)
     assert (decision.backend, decision.why) == ("hanging", "static")
 
@@ -359,7 +359,7 @@ def serve(cache: str) -> None:
     use_named()
     tuning._tune_one = tune_one
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    measurer.install(at_start.measure)
+    measure_hook.set_measure(at_start.measure)
     (decision,) = start(asked(Path(cache)))
     print(decision.backend, decision.why, flush=True)
 

@@ -40,9 +40,9 @@ FAULTS_OF_CONVERSION = {name: RAISED[name] for name in ("error", "exit", "own si
 
 @pytest.fixture(autouse=True)
 def no_results_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(backend_check, "_outcomes", {})
+    monkeypatch.setattr(backend_check, "_kernel_outcomes", {})
     monkeypatch.setattr(backend_check, "_convertible", set())
-    monkeypatch.setattr(backend_check, "_held", {})
+    monkeypatch.setattr(backend_check, "_weight_outcomes", {})
     monkeypatch.setattr(backend_selection, "_agreed_backends", {})
     yield
 

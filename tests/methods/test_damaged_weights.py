@@ -22,7 +22,7 @@ EXPERTS = 9
 @pytest.fixture(params=["off", "group", "all", "strict"])
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Any]]:
     """A mode of the self-check, and vLLM's config of a layer in an engine with it."""
-    monkeypatch.setattr(backend_check, "_outcomes", {})
+    monkeypatch.setattr(backend_check, "_kernel_outcomes", {})
     method_layers.use_backends([Emulation()], monkeypatch)
     with method_layers.moe_config({"self_check": request.param}, EXPERTS, HIDDEN, INNER) as config:
         yield request.param, config

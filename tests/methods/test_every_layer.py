@@ -133,7 +133,7 @@ class Converted:
 def test_a_layer_that_comes_again_begins_another_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was loaded in an earlier pass may be gone: its layers are not called after the first one of this."""
     backend_check.reset()
-    monkeypatch.setattr(backend_check, "_installed", {("kind", "one"): backend_check._PASSED})
+    monkeypatch.setattr(backend_check, "_converted_outcomes", {("kind", "one"): backend_check._PASSED})
     again: list[str] = []
     first, second = (Converted(name, again) for name in ("first", "second"))
     for layer in (first, second, first, second):
@@ -175,7 +175,7 @@ def test_tensors_that_vllm_has_moved_are_not_read(run: Any, monkeypatch: pytest.
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_a_few_experts_are_the_last_and_others(experts: int, top_k: int) -> None:
     from tests.lib.cases import problem
-    from vllm_moe_oracle.verification.installed import WeightParts
+    from vllm_moe_oracle.verification.converted_layer import WeightParts
 
     chosen = set()
     for number in range(20):

@@ -25,7 +25,7 @@ from vllm_moe_oracle.measurements.bench_records import silence
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import Store
-from vllm_moe_oracle.methods import backend_selection, first_start, measurer, rank_sync
+from vllm_moe_oracle.methods import backend_selection, first_start, measure_hook, rank_sync
 from vllm_moe_oracle.oracle.selection import decide
 
 A100 = dataclasses.replace(H200, name="NVIDIA A100", capability=80, sm_count=108)
@@ -51,7 +51,7 @@ class Measuring:
 
     def __call__(
         self, layer: Problem, names: tuple[str, ...], chosen: settings.Settings, seconds: float, progress: Any
-    ) -> measurer.Measured:
+    ) -> measure_hook.Measured:
         self.calls.append((layer.layer, names, seconds))
         progress(f"{layer.layer}: 16 tokens, uniform", 2, 7)
         time.sleep(self.seconds)
@@ -68,7 +68,7 @@ class Measuring:
         ]
         store.add(Environment.of(A100), kernel_shape_of(layer), samples)
         unfinished = "" if self.counts == COUNTS else "its 60 s were spent"
-        return measurer.Measured(len(samples), unfinished, cache=str(store.path))
+        return measure_hook.Measured(len(samples), unfinished, cache=str(store.path))
 
 
 @pytest.fixture(autouse=True)
@@ -77,9 +77,9 @@ def _start_of_its_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
     monkeypatch.setattr(lookup, "default_registry", lambda: REGISTRY)
     caplog.set_level(logging.INFO, "vllm.moe_oracle")
     new_start()
-    of_the_plugin = measurer.installed()
+    of_the_plugin = measure_hook.current_measure()
     yield
-    measurer.install(of_the_plugin)
+    measure_hook.set_measure(of_the_plugin)
     new_start()
 
 
@@ -109,7 +109,7 @@ def alike(index: int) -> Problem:
 
 def test_what_computes_the_same_is_measured_once_and_decides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     measuring = Measuring()
-    measurer.install(measuring)
+    measure_hook.set_measure(measuring)
     chosen = asked(tmp_path)
     for index in range(3):
         found = decided(chosen, alike(index))
@@ -123,7 +123,7 @@ def test_what_computes_the_same_is_measured_once_and_decides(tmp_path: Path, cap
 
 def test_on_by_default_and_off_by_its_setting(tmp_path: Path) -> None:
     measuring = Measuring()
-    measurer.install(measuring)
+    measure_hook.set_measure(measuring)
     assert settings.load({}).measure_at_start == 60
     assert decided(asked(tmp_path, measure_at_start="0")).why == "static" and not measuring.calls
     assert decided(settings.load({}, assignments={"cache": str(tmp_path)})).why == "measured" and measuring.calls
@@ -131,7 +131,7 @@ def test_on_by_default_and_off_by_its_setting(tmp_path: Path) -> None:
 
 def test_what_may_only_compile_slowly_gets_more_time_at_the_next_start(tmp_path: Path) -> None:
     measuring = Measuring()
-    measurer.install(measuring)
+    measure_hook.set_measure(measuring)
     chosen, store = asked(tmp_path), Store(tmp_path)
 
     def keep_silent(seconds: float) -> None:
@@ -160,7 +160,7 @@ REASONS: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
 def test_where_it_cannot_be_right_it_says_why_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
     changes, assignments, words = REASONS[name]
     measuring = Measuring()
-    measurer.install(measuring)
+    measure_hook.set_measure(measuring)
     for index in range(2):
         decided(asked(tmp_path, **assignments), problem(layer=f"layers.{index}", tp=index + 1, **changes))
     assert not measuring.calls
@@ -169,13 +169,13 @@ def test_where_it_cannot_be_right_it_says_why_once(tmp_path: Path, caplog: pytes
 
 
 def test_vllms_own_option_is_a_choice_too(tmp_path: Path) -> None:
-    measurer.install(measuring := Measuring())
+    measure_hook.set_measure(measuring := Measuring())
     assert decided(asked(tmp_path, on_unavailable="fallback"), moe_backend="triton").degraded
     assert len(measuring.calls) == 1  # what was asked for cannot run: the choice is the oracle's
 
 
 def test_predicted_and_measured_layers_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measurer.install(measuring := Measuring())
+    measure_hook.set_measure(measuring := Measuring())
     Measuring()(LAYER, ("static", "faster"), asked(tmp_path), 60.0, lambda *said: None)
     assert decided(asked(tmp_path)).why == "measured" and not measuring.calls
     quantized = problem(scheme=MXFP8_W8A8)  # the static choice takes other activations than the other two
@@ -183,7 +183,7 @@ def test_predicted_and_measured_layers_are_left_alone(tmp_path: Path, monkeypatc
 
 
 def test_what_is_left_of_the_budget_is_for_the_next_shape(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    measurer.install(measuring := Measuring(seconds=0.6))
+    measure_hook.set_measure(measuring := Measuring(seconds=0.6))
     chosen = asked(tmp_path, measure_at_start="1")
     found = [decided(chosen, problem(layer=f"layers.{size}", intermediate_size=size)) for size in (768, 512, 256, 128)]
     assert [each.why for each in found] == ["measured", "measured", "static", "static"]
@@ -196,7 +196,7 @@ def test_what_is_left_of_the_budget_is_for_the_next_shape(tmp_path: Path, caplog
     "error", [MeasurementError("the disk is full", "Make room", "/a/file"), RuntimeError("in a worker\nTraceback")]
 )
 def test_whatever_fails_the_server_starts(tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception) -> None:
-    measurer.install(measuring := Measuring(error))
+    measure_hook.set_measure(measuring := Measuring(error))
     chosen = asked(tmp_path)
     for index in range(2):
         found = decided(chosen, alike(index))
@@ -207,18 +207,18 @@ def test_whatever_fails_the_server_starts(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_half_of_the_numbers_of_tokens_do_not_decide(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    measurer.install(Measuring(counts=COUNTS[:3]))
+    measure_hook.set_measure(Measuring(counts=COUNTS[:3]))
     found = decided(asked(tmp_path))
     assert (found.backend, found.why) == ("static", "static") and "not sufficient" in found.explanation
     said = "its 60 s were spent; the times so far are kept, and the next start continues"
     assert any(said in each for each in caplog.messages)
     new_start()
-    measurer.install(measuring := Measuring())
+    measure_hook.set_measure(measuring := Measuring())
     assert decided(asked(tmp_path)).why == "measured" and len(measuring.calls) == 1
 
 
 def test_the_last_line_says_how_to_keep_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    measurer.install(Measuring())
+    measure_hook.set_measure(Measuring())
     layer = problem(layer="layers.0", tp=4, ep=1)
     found = decided(asked(tmp_path), layer)
     first_start.log_summary({layer.layer: found}, lambda decision: "vllm-moe-oracle tune a/model --tp 4")
@@ -233,11 +233,11 @@ def test_the_plugin_installs_what_measures() -> None:
     was = plugin.state().active
     plugin.register()
     try:
-        assert (measurer.installed() is not None) == plugin.state().active
+        assert (measure_hook.current_measure() is not None) == plugin.state().active
     finally:
         if not was:
             plugin.unregister()
-    assert was or measurer.installed() is None
+    assert was or measure_hook.current_measure() is None
 
 
 @pytest.mark.parametrize("value", ["-1", "0.5", "a minute", "1e9", "nan"])
@@ -265,7 +265,7 @@ def rank_decides(processes: Any, folder: str, dies: bool, timeout: float, fails:
             gloo_ranks.die()
         return measuring(*arguments)
 
-    measurer.install(measure)
+    measure_hook.set_measure(measure)
     method = SimpleNamespace(
         decision=None, backend=None, settings=chosen, moe=None, rank_group=rank_sync.RankGroup(processes, timeout),
         adapter=SimpleNamespace(stock_class_rejection=lambda *arguments: ""),

@@ -16,7 +16,7 @@ from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.errors import SelfCheckError
 from vllm_moe_oracle.methods import backend_check, base
-from vllm_moe_oracle.verification import installed
+from vllm_moe_oracle.verification import converted_layer
 from vllm_moe_oracle.verification.self_check import Comparison
 
 EXPERTS = 24
@@ -25,8 +25,8 @@ EXPERTS = 24
 @pytest.fixture(params=["group", "all", "off"])
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Loads a layer with a backend, and reloads it; returns the modes of the check and how many loads went well."""
-    monkeypatch.setattr(backend_check, "_outcomes", {})
-    monkeypatch.setattr(backend_check, "_installed", {})
+    monkeypatch.setattr(backend_check, "_kernel_outcomes", {})
+    monkeypatch.setattr(backend_check, "_converted_outcomes", {})
 
     def loads(backend: Any) -> int:
         method_layers.use_backends([backend], monkeypatch)
@@ -80,7 +80,7 @@ def test_many_tokens_and_memory_as_it_is_found(run: Any, name: str, monkeypatch:
     mode, loads = run
     passes = Comparison(0.0, 1.0, 0.0)  # that before the conversion, which finds these faults as well
     monkeypatch.setattr(backend_check, "compare_with_reference", lambda *arguments: passes)
-    monkeypatch.setattr(installed.WeightParts, "_random_index", lambda self, count: count - 1)  # the last columns
+    monkeypatch.setattr(converted_layer.WeightParts, "_random_index", lambda self, count: count - 1)  # the last columns
     assert loads(FAULTS[name]) == (2 if mode == "off" else 0)
 
 
@@ -121,8 +121,8 @@ class KeepsScales(Faulty):
 
 def test_a_reload_converts_fresh_parameters_before_vllm_copies_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's reload by layer puts the converted values into the kernel's tensors only after the conversion."""
-    monkeypatch.setattr(backend_check, "_outcomes", {})
-    monkeypatch.setattr(backend_check, "_installed", {})
+    monkeypatch.setattr(backend_check, "_kernel_outcomes", {})
+    monkeypatch.setattr(backend_check, "_converted_outcomes", {})
     with method_layers.moe_config({"self_check": "group"}, EXPERTS, HIDDEN // 4, INNER // 4) as config:
         monkeypatch.setattr(method_layers, "HIDDEN", HIDDEN // 4)
         monkeypatch.setattr(method_layers, "INNER", INNER // 4)

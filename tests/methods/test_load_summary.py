@@ -178,7 +178,7 @@ def test_a_record_says_which_rank_of_how_many_it_is_of(release: Release, monkeyp
 
 def test_what_a_self_check_found_holds_for_one_load_only(release: Release, monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[Any, Any] = {}
-    monkeypatch.setattr(backend_check, "_outcomes", found)
+    monkeypatch.setattr(backend_check, "_kernel_outcomes", found)
     one, two = build(release, names(2), load({}))
     found["group"] = "failed"
     load_summary.record_conversion(one)

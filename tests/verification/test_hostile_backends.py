@@ -17,7 +17,7 @@ from tests.lib.tiers import each_once
 from vllm_moe_oracle.backends.emulation import expert_outputs, forward
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.problem import Parallel, Problem, Routing
-from vllm_moe_oracle.verification import inputs, installed, whole_layer
+from vllm_moe_oracle.verification import converted_layer, inputs, whole_layer
 
 SMALL: dict[str, Any] = {"experts": 16, "top_k": 4, "hidden_size": 256, "intermediate_size": 128}
 LAYERS = {
@@ -279,14 +279,14 @@ def test_the_other_checks_have_router_weights_on_the_input(
         run = type(adapter).run_single_rank
         late = {"weights_on_input": False}
         monkeypatch.setattr(type(adapter), "run_single_rank", lambda *args, **more: run(*args, **more | late))
-    parts = installed.WeightParts(layer)
+    parts = converted_layer.WeightParts(layer)
     for index in range(layer.local_experts):
         parts.add({name: tensor[index] for name, tensor in loaded.items()})
     made = whole_layer.KernelTensors(backend, layer, backend.plan(layer, CPU))
     for index in range(layer.local_experts):
         assert not made.put({name: tensor[index] for name, tensor in loaded.items()}, index)
     experts = made.build(adapter, "cpu", 64)
-    checked = installed.InstalledLayer(backend, parts, experts, made.layer, made.tensors, adapter)
+    checked = converted_layer.InstalledLayer(backend, parts, experts, made.layer, made.tensors, adapter)
     assert checked.compare().passed is checked.compare_again().passed is not ignored
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(24, layer.hidden_size, generator=generator).to(torch.bfloat16)

@@ -20,7 +20,7 @@ from ..measurements.environment import Environment
 from ..measurements.kernel_shape import kernel_shape_of
 from ..measurements.roofline import expert_bytes
 from ..measurements.store import Store
-from ..methods.measurer import Measured, Progress, silence_limits
+from ..methods.measure_hook import Measured, Progress, silence_limits
 from ..oracle.measured_choice import MAX_TOKEN_RATIO
 from ..settings import VISIBLE_GPUS_VAR, Settings, cache_dir, get_env
 from . import engine, timing, tuning

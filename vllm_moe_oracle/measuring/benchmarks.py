@@ -23,7 +23,7 @@ from ..measurements.bench_records import PEER_PREFIX, STOCK_PREFIX, BenchChoice,
 from ..measurements.environment import Environment
 from ..measurements.kernel_shape import RoutingKind, kernel_shape_of
 from ..measurements.roofline import roofline_us
-from ..methods.measurer import Progress
+from ..methods.measure_hook import Progress
 from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import decide
 from ..settings import Settings

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..core.problem import Device, Problem
 from ..measurements.bench_records import STOCK_PREFIX
-from ..methods.measurer import Progress
+from ..methods.measure_hook import Progress
 from ..oracle.registry import default_registry
 from . import engine, worker_pool
 from .stock_layers import add_stock_layers

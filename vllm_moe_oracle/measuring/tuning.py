@@ -22,7 +22,7 @@ from ..measurements.environment import Environment
 from ..measurements.kernel_shape import KernelShape, RoutingKind, Sample, kernel_shape_of
 from ..measurements.profile import Profile
 from ..measurements.store import Store
-from ..methods.measurer import Progress
+from ..methods.measure_hook import Progress
 from ..oracle.measured_choice import MAX_TOKEN_RATIO
 from ..oracle.registry import REFERENCE_BACKEND, default_registry
 from ..oracle.selection import evaluate_candidates

@@ -28,7 +28,7 @@ from ..core.decision import Decision
 from ..core.problem import Device, Problem
 from ..errors import CheckpointError, MeasurementError, NoBackendError
 from ..measurements import lookup
-from ..methods.measurer import Progress
+from ..methods.measure_hook import Progress
 from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import decide, is_final, remaining_candidates
 from ..oracle.stock_kernels import stock_candidate

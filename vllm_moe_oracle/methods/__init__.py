@@ -4,7 +4,7 @@ Machinery:
 
 * `base`: the life cycle that all formats share (`LayerMethod`, `OracleMoEMethod`).
 * `backend_selection`: the oracle's decision, the verdict of vLLM's own class, one backend for all ranks.
-* `first_start`, `measurer`: what is measured before weights are loaded, unless `measure_at_start` is 0.
+* `first_start`, `measure_hook`: what is measured before weights are loaded, unless `measure_at_start` is 0.
 * `backend_check`: the self-check on loaded weights, and the fallback.
 * `rank_agreement`: what all ranks have in common, compared before they compute together.
 * `rank_sync`: gathers the results of all ranks; a failure of one reaches the others.

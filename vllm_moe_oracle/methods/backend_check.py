@@ -35,8 +35,8 @@ from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import remaining_candidates
 from ..oracle.watchdog import report_while_running
 from ..settings import env_var
+from ..verification.converted_layer import InstalledLayer, WeightParts, skip_reason
 from ..verification.inputs import canonical_experts
-from ..verification.installed import InstalledLayer, WeightParts, skip_reason
 from ..verification.self_check import Comparison, compare_with_reference
 from . import rank_sync
 from .backend_selection import LayerMethod, is_binding, switch_backend, why_tried
@@ -62,17 +62,17 @@ class CheckOutcome:
 _PASSED = CheckOutcome("", True, None)
 
 _CheckKey = tuple[Problem, str]
-_outcomes: dict[_CheckKey, CheckOutcome] = {}
+_kernel_outcomes: dict[_CheckKey, CheckOutcome] = {}
 """Outcome of the self-check by problem and backend, for the model that is being loaded."""
 
 
 _convertible: set[_CheckKey] = set()
 """Problems and backends of the load whose conversion has told every rank the kernel tensors' shapes."""
 
-_held: dict[_CheckKey, CheckOutcome] = {}
+_weight_outcomes: dict[_CheckKey, CheckOutcome] = {}
 """Outcome of `check_weights` for the last layer by problem and backend of the load."""
 
-_installed: dict[_CheckKey, CheckOutcome] = {}
+_converted_outcomes: dict[_CheckKey, CheckOutcome] = {}
 """Problems and backends of the load of which a layer was checked after its conversion, with all of its experts; all
 passed."""
 
@@ -105,10 +105,10 @@ def reset(reloading: bool = False) -> None:
     """
     if not reloading:
         _reloaded.clear()
-    _outcomes.clear()
+    _kernel_outcomes.clear()
     _convertible.clear()
-    _held.clear()
-    _installed.clear()
+    _weight_outcomes.clear()
+    _converted_outcomes.clear()
     _end_pass()
 
 
@@ -236,8 +236,8 @@ def check_weights(method: LayerMethod, raw: Tensors) -> CheckOutcome:
                 return f"expert {index}: {failure}"
         return ""
 
-    outcome = _agree(method, _held, lambda layer: f"the weights of {layer} in {backend.name}", first_failure)
-    _held[problem.key(), backend.name] = outcome
+    outcome = _agree(method, _weight_outcomes, lambda layer: f"the weights of {layer} in {backend.name}", first_failure)
+    _weight_outcomes[problem.key(), backend.name] = outcome
     return outcome
 
 
@@ -252,13 +252,13 @@ def check_kernel(method: LayerMethod, raw: Tensors) -> CheckOutcome:
     """
     problem, name = method.decision.problem, method.backend.name
     key = (problem.key(), name)
-    if method.settings.self_check == "all" or key not in _outcomes:
+    if method.settings.self_check == "all" or key not in _kernel_outcomes:
         # A kernel that ends the process says nothing itself.
         remedy = f"{env_var('disable')}={name} leaves it out"
         logger.info("moe_oracle: %s: checking %s; if the process ends here, %s", problem.layer, name, remedy)
-        _outcomes[key] = _check_on_all_ranks(method, raw)
-        logger.info("moe_oracle: %s: self-check of %s: %s", problem.layer, name, _outcomes[key].message)
-    return _outcomes[key]
+        _kernel_outcomes[key] = _check_on_all_ranks(method, raw)
+        logger.info("moe_oracle: %s: self-check of %s: %s", problem.layer, name, _kernel_outcomes[key].message)
+    return _kernel_outcomes[key]
 
 
 def parts_to_check(method: LayerMethod) -> WeightParts | None:
@@ -270,7 +270,7 @@ def parts_to_check(method: LayerMethod) -> WeightParts | None:
     problem, mode = method.decision.problem, method.settings.self_check
     if mode == "off" or skip_reason(method.backend, problem):
         return None
-    return WeightParts(problem, every=mode == "all" or (problem.key(), method.backend.name) not in _installed)
+    return WeightParts(problem, every=mode == "all" or (problem.key(), method.backend.name) not in _converted_outcomes)
 
 
 def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer]) -> None:
@@ -299,7 +299,7 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
         method.installed = prepare()
         return method.installed.compare()
 
-    if method.settings.self_check == "all" or key not in _installed:
+    if method.settings.self_check == "all" or key not in _converted_outcomes:
         level, success = logging.INFO, ""
 
         def failure() -> str:
@@ -307,7 +307,7 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
             message, success = _failure(method, compare)
             return message
 
-        message = _agree(method, _installed, topic, failure).message
+        message = _agree(method, _converted_outcomes, topic, failure).message
     else:  # no exchange for each layer: one that fails notifies the other ranks
         level, (message, success) = logging.DEBUG, _failure(method, compare)
     rule = f"{name} disagrees with the reference after the conversion of {problem}"
@@ -318,7 +318,7 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
     if message:
         remedy = f"Choose another backend ({env_var('disable')}={name}), and report this with the model's name"
         raise SelfCheckError(f"{rule}: {message}", remedy, problem.layer)
-    _installed[key] = _PASSED
+    _converted_outcomes[key] = _PASSED
     _last[key] = weakref.ref(method)
 
 
@@ -423,7 +423,7 @@ def _check_on_all_ranks(method: LayerMethod, raw: Tensors) -> CheckOutcome:
             return ""
         return str(result)
 
-    outcome = _agree(method, _outcomes, lambda layer: f"the self-check of {name} for {layer}", failure)
+    outcome = _agree(method, _kernel_outcomes, lambda layer: f"the self-check of {name} for {layer}", failure)
     return dataclasses.replace(outcome, message=outcome.message or success)
 
 

@@ -32,7 +32,7 @@ from ..oracle.registry import default_registry
 from ..oracle.selection import decide
 from ..oracle.stock_kernels import is_loadable
 from ..verification import process_state
-from ..verification.installed import InstalledLayer, WeightParts
+from ..verification.converted_layer import InstalledLayer, WeightParts
 from . import (
     backend_check,
     backend_selection,

@@ -22,7 +22,7 @@ from ..measurements.kernel_shape import KernelShape, kernel_shape_of
 from ..oracle.registry import REFERENCE_BACKEND
 from ..oracle.selection import equivalent_backends
 from ..settings import Settings, env_var
-from . import backend_selection, measurer, rank_sync
+from . import backend_selection, measure_hook, rank_sync
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -36,7 +36,7 @@ class _MeasuredLayer:
 
     problem: Problem
     static: str
-    outcome: measurer.Measured
+    outcome: measure_hook.Measured
     seconds: float
 
 
@@ -88,7 +88,7 @@ def measure_if_undecided(
     Raises:
         RankSyncError: another rank died, did not answer in time, or could not decide.
     """
-    measure = measurer.installed()
+    measure = measure_hook.current_measure()
     if not settings.measure_at_start or measure is None or problem.key() in _asked:
         return
     _asked.add(problem.key())
@@ -153,12 +153,12 @@ def _candidates(
 def _may_be_slow(problem: Problem, settings: Settings) -> bool:
     """Whether an earlier start killed a backend that another one would give more time."""
     found = backend_selection.measurements_for(problem, settings)
-    longest = measurer.silence_limits(settings.measure_at_start)[-1]
+    longest = measure_hook.silence_limits(settings.measure_at_start)[-1]
     return found is not None and any(needs_longer(each, longest) for each in found.failures.values())
 
 
 def _measure(
-    measure: measurer.Measure, problem: Problem, names: tuple[str, ...], settings: Settings, static: Decision
+    measure: measure_hook.Measure, problem: Problem, names: tuple[str, ...], settings: Settings, static: Decision
 ) -> None:
     """Measures a layer, logs it, and keeps it for the summary."""
     begin, budget, before = time.monotonic(), settings.measure_at_start, _start.spent

@@ -27,7 +27,7 @@ from ..core.problem import Problem
 from ..errors import SelfCheckError
 from ..oracle.registry import Registry, default_registry
 from ..settings import Settings
-from ..verification.installed import InstalledLayer, WeightParts, skip_reason
+from ..verification.converted_layer import InstalledLayer, WeightParts, skip_reason
 from . import backend_check, rank_sync
 from .backend_selection import LayerMethod
 

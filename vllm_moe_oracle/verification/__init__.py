@@ -5,7 +5,7 @@
 - `inputs`: the experts and tokens that make every fault of a kernel visible.
 - `routing`: reference routing, for kernels that route tokens themselves.
 - `self_check`: one kernel against the reference, on one rank, in a small layer of some experts.
-- `installed`: a converted layer against the reference, with all of its experts.
+- `converted_layer`: a converted layer against the reference, with all of its experts.
 
 When the check runs and what follows from it belongs to `methods.backend_check`.
 """

@@ -1,7 +1,7 @@
 """The function that measures a layer at a server's start, as `first_start` calls it.
 
 Measuring builds layers with what this package has, so that the package `measuring` stands above this one, which must
-not import it. The plugin, above both, installs the function here. This module imports nothing, so that registering the
+not import it. The plugin, above both, sets the function here. This module imports nothing, so that registering the
 plugin stays fast.
 """
 
@@ -58,14 +58,15 @@ def silence_limits(seconds: float) -> tuple[float, float]:
     return first, last
 
 
-_installed: list[Measure] = []
+_measure: Measure | None = None
 
 
-def install(measure: Measure | None) -> None:
+def set_measure(measure: Measure | None) -> None:
     """Sets the function; None removes it."""
-    _installed[:] = [measure] if measure is not None else []
+    global _measure
+    _measure = measure
 
 
-def installed() -> Measure | None:
+def current_measure() -> Measure | None:
     """The function; None in a process without one."""
-    return _installed[0] if _installed else None
+    return _measure
