@@ -181,7 +181,7 @@ class LayerCheck:
             fault = fault or made.put(expert, index)
             del expert
         batches = sums.batches()
-        calls = _LayerCalls(self, made, batches)
+        calls = _Calls(self, made, batches)
         if not fault:
             fault = calls.make(lambda: self._make_calls(calls, made, plan, hand_overs, backend))
         if not fault and self._read_raw is not None and not self_check.is_reference(backend):
@@ -194,7 +194,7 @@ class LayerCheck:
         return {name: tensor.to(self._device) for name, tensor in self._read(index).items()}
 
     def _make_calls(
-        self, calls: _LayerCalls, made: KernelTensors, plan: ShardPlan, hand_overs: tuple[int, ...], backend: Backend
+        self, calls: _Calls, made: KernelTensors, plan: ShardPlan, hand_overs: tuple[int, ...], backend: Backend
     ) -> str:
         """Calls of all sizes, repeated ones, and those after a reload. Returns what is wrong with the reload."""
         calls.isolated()
@@ -323,7 +323,18 @@ class _ExpertSums:
             ]
             place = torch.arange(len(each.x), device=each.x.device)
             order = (place % self._experts) * (len(each.x) // self._experts) + place // self._experts
-            found.append(dataclasses.replace(each, reference=bounds.joined(parts).permuted(order)))
+            whole = bounds.joined(parts)
+            found.append(
+                dataclasses.replace(
+                    each,
+                    reference=dataclasses.replace(
+                        whole,
+                        expected=whole.expected[order],
+                        noise=whole.noise[order],
+                        token_noise=whole.token_noise[order],
+                    ),
+                )
+            )
         return found
 
     def _reference(self, rows: slice) -> bounds.Reference:
@@ -337,7 +348,7 @@ class KernelTensors:
 
     Attributes:
         layer: the module that holds them.
-        tensors: they, `[experts, ...]` each, by name.
+        names: their names.
         nbytes: their bytes, and those of an expert in canonical form and of two of its matrices in float32.
     """
 
@@ -395,8 +406,8 @@ class KernelTensors:
         return self._backend.build_experts(tensors, self._problem, self._plan, builder)
 
 
-class _LayerCalls:
-    """Calls of a whole layer, and each expert's share of their error.
+class _Calls:
+    """Calls of a kernel, each compared with the reference.
 
     Attributes:
         count: calls so far.
