@@ -7,7 +7,6 @@ import pytest
 from vllm_moe_oracle.core import activations
 from vllm_moe_oracle.core.activations import ACTIVATIONS
 from vllm_moe_oracle.core.problem import Activation
-from vllm_moe_oracle.releases import min_versions
 
 
 def test_names_and_aliases_are_unique() -> None:
@@ -22,11 +21,6 @@ def test_gated_and_ungated_names() -> None:
     assert {"silu", "gelu", "gelu_tanh", "relu2"} <= set(activations.UNGATED)
     assert "relu2" not in activations.GATED and "swigluoai" not in activations.UNGATED
     assert all(spec.gated or spec.ungated for spec in ACTIVATIONS.values())
-
-
-def test_a_minimum_version_is_a_known_release_fact() -> None:
-    for spec in ACTIVATIONS.values():
-        assert not spec.min_version or getattr(min_versions, spec.min_version)
 
 
 @pytest.mark.parametrize(

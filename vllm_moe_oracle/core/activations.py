@@ -39,8 +39,6 @@ class ActivationSpec:
         bounds_outputs: alpha bounds the gate and beta bounds ``up``, as a limit does.
         halves_name: vLLM's name for rows in two halves, gate then up, where `name` means rows that alternate; "" where
             `name` means halves.
-        min_version: the fact in `releases.min_versions` that says which vLLM release has it first; "" when every
-            supported release has it.
         kernel: the name of the formula in our kernels; "" when they do not implement it.
     """
 
@@ -57,7 +55,6 @@ class ActivationSpec:
     quant_config_params: bool = True
     bounds_outputs: bool = False
     halves_name: str = ""
-    min_version: str = ""
     kernel: str = ""
 
 
@@ -93,7 +90,6 @@ _TABLE = (
         config_fields=MappingProxyType({"alpha": "activation_situ_beta", "beta": "activation_situ_linear_beta"}),
         quant_config_params=False,
         bounds_outputs=True,
-        min_version="SITU",
     ),
     ActivationSpec(  # Step-3.5's modeling code: the limit clamps silu(gate), not gate
         "swiglustep",
