@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,16 @@ def pytest_make_collect_report(
     return report
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Hides thousands of tests and what they import from the garbage collector: measuring collects for every layer, and
-    would walk two million objects each time."""
+    would walk two million objects each time. Processes of tests fork from here, if vLLM has been imported."""
     gc.collect()
     gc.freeze()
+    if "vllm" in sys.modules and "tests.lib.forked" in sys.modules and not session.config.option.collectonly:
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # what these processes print belongs to the tests
+        sys.modules["tests.lib.forked"].copy_this()
+        capture.suspend_global_capture()
 
 
 def pytest_sessionfinish() -> None:

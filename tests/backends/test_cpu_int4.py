@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.lib import forked
 from tests.lib.cases import INT4_G128, problem
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import default_registry
 
-ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {"experts": 8, "top_k": 2, "hidden_size": 256, "intermediate_size": 128}
 
 SCRIPT = """
-import sys
-sys.path[:0] = ["."]
 from tests.gpu import backend_table
 from tests.gpu.backend_table import Case
 from tests.gpu.table_wna16 import CT, TABLE, _scheme
@@ -64,12 +59,5 @@ def test_it_agrees_with_the_reference_and_faults_show() -> None:
     missing = [str(each) for each in default_registry()["cpu_int4"].check(layer, detect.detect()).reasons]
     if missing:
         pytest.skip(f"here it is refused: {missing}")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked.python(SCRIPT, dict(os.environ))
     assert done.returncode == 0 and done.stdout.endswith("done\n"), done.stdout + done.stderr

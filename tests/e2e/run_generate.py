@@ -160,7 +160,9 @@ def main(run: Callable[[dict[str, Any]], dict[str, Any]] = run) -> None:
     import vllm.entrypoints.llm  # noqa: F401
 
     fork_ranks()
-    gc.freeze()  # what the imports made: each engine's end collects several times, and walked a million objects of it
+    gc.freeze()  # what the imports made: each engine's end collects ten times, and walked a million objects of it
+    # vLLM freezes what an engine made, and unfreezes everything at its end.
+    gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
     jobs, results = map(Path, sys.argv[1:3])
     found = []
     for job in json.loads(jobs.read_text()):

@@ -1,18 +1,26 @@
 """Processes that fork from a server which has imported vLLM; each import of its own would take 8 s of a processor.
 
-For tests of what is done after the import. The server has done nothing else and has no threads. Each process that runs
-tests has one, which starts with the first fork.
+For tests of what is done after the import. The server has run no test and has no threads. Each process that runs tests
+has one. Where its test modules import vLLM, it is a copy of that process from before the first test (`copy_this`);
+elsewhere it is a new interpreter, which starts with the first fork.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+import traceback
+import warnings
+from collections.abc import Sequence
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 _PRELOADED = (
     "torch.distributed",
@@ -31,6 +39,56 @@ def context() -> ForkServerContext:
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(list(_PRELOADED))
     return made
+
+
+def copy_this() -> None:
+    """Starts the server as a copy of this process, which must have imported vLLM and run nothing that it would keep."""
+    context()
+    resource_tracker.ensure_running()
+    new_interpreter = util.spawnv_passfds
+    util.spawnv_passfds = _copy
+    try:
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = new_interpreter
+
+
+def _copy(path: Any, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
+    """In place of `util.spawnv_passfds`: a copy of this process runs the program of the new interpreter."""
+    process = os.fork()
+    if process:
+        return process
+    try:
+        forkserver.ForkServer.__init__(forkserver._forkserver)  # its lock is held
+        _leave_pytest(descriptors)
+        gc.freeze()
+        exec(arguments[-1], {})
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # also where `forkserver.main` has ended
+
+
+def _leave_pytest(descriptors: Sequence[int]) -> None:
+    """Undoes in a copy what pytest has changed: open files, streams, handlers of logging, and warnings as errors."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for name in map(int, os.listdir("/proc/self/fd")):
+        if name > 2 and name not in (null, *descriptors):
+            os.dup2(null, name, inheritable=False)
+    root = logging.getLogger()
+    root.handlers.clear()
+    others = [each for each in root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    for number, name in enumerate(("stdout", "stderr"), 1):
+        captured, stream = getattr(sys, name), open(number, "w", 1, encoding="utf-8", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+        for handler in (handler for each in others for handler in each.handlers):
+            if isinstance(handler, logging.StreamHandler) and handler.stream is captured:
+                handler.setStream(stream)
+    sys.unraisablehook = sys.__unraisablehook__
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
 
 
 def set_environment(variables: dict[str, str]) -> None:
