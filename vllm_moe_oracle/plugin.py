@@ -164,10 +164,10 @@ def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return original(self, *args, **kwargs)
     except BaseException as error:  # an extension module's panic is no Exception
-        if "vllm_moe_oracle.methods.rank_agreement" in sys.modules:  # else no layer is ours, and no rank waits
-            from .methods import rank_agreement
+        if "vllm_moe_oracle.methods.rank_comparison" in sys.modules:  # else no layer is ours, and no rank waits
+            from .methods import rank_comparison
 
-            rank_agreement.notify_load_failure(error)
+            rank_comparison.notify_load_failure(error)
         raise
 
 

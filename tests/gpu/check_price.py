@@ -283,14 +283,14 @@ def parts_of_conversions(
     build: Callable[[], backend_table.Built], wait: Callable[[], object], profile: bool
 ) -> dict[str, Any]:
     """Conversions with their checks by parts, after two that compile; prints them, and a later layer's profile."""
-    from vllm_moe_oracle.methods import backend_check
+    from vllm_moe_oracle.methods import backend_check, load_caches
 
     found: dict[str, Any] = {}
     # A later layer's call is of a few tokens, with a kernel that a first layer's may not need. What has no title is not
     # reported: it compiles.
     for title, is_new in (("", True), ("", False), ("first layer of a kind", True), ("later layer", False)):
         if is_new:
-            backend_check.reset()
+            load_caches.end_load()
         # With its last layer a load ends, and what was checked is forgotten: here every layer is the last one.
         with mock.patch.object(backend_check, "reset"):
             made = build()

@@ -24,7 +24,7 @@ from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import describe_error
 from vllm_moe_oracle.measuring import worker_pool
 from vllm_moe_oracle.measuring.broken_context import BrokenContextError, breaks_context
-from vllm_moe_oracle.methods import backend_check
+from vllm_moe_oracle.methods import load_caches
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.verification import converted_layer, inputs
 from vllm_moe_oracle.verification.self_check import Comparison
@@ -146,7 +146,7 @@ def _run(check: Check, found: Outcome) -> None:
 
 def build(table: Table, case: Case, name: str) -> Built:
     """A layer with one of the plugin's backends, the first one of a load."""
-    backend_check.reset()
+    load_caches.end_load()
     return backend_table.build(table, case, table.checkpoint(case, "cuda"), "cuda", "auto", own=name)
 
 

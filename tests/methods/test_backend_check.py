@@ -29,7 +29,7 @@ from tests.lib.faulty_backends import (
 from tests.lib.strange_backends import RAISED, RETURNED
 from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.errors import NoBackendError, SelfCheckError, asked_memory, describe_traceback, is_out_of_memory
-from vllm_moe_oracle.methods import backend_check, backend_selection, rank_sync
+from vllm_moe_oracle.methods import backend_check, load_caches, rank_sync
 from vllm_moe_oracle.methods.rank_sync import RankGroup
 from vllm_moe_oracle.verification import inputs
 
@@ -39,12 +39,10 @@ FAULTS_OF_CONVERSION = {name: RAISED[name] for name in ("error", "exit", "own si
 
 
 @pytest.fixture(autouse=True)
-def no_results_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(backend_check, "_kernel_outcomes", {})
-    monkeypatch.setattr(backend_check, "_convertible", set())
-    monkeypatch.setattr(backend_check, "_weight_outcomes", {})
-    monkeypatch.setattr(backend_selection, "_agreed_backends", {})
+def no_results_of_other_tests() -> Iterator[None]:
+    load_caches.end_load()
     yield
+    load_caches.end_load()
 
 
 def test_the_next_candidate_is_taken_and_the_decision_says_why(caplog: pytest.LogCaptureFixture) -> None:

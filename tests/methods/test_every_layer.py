@@ -20,7 +20,7 @@ from tests.lib.faulty_backends import Faulty, Method
 from tests.lib.method_layers import HIDDEN, INNER, Layer, created, load_random
 from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.errors import SelfCheckError
-from vllm_moe_oracle.methods import backend_check
+from vllm_moe_oracle.methods import backend_check, load_caches
 from vllm_moe_oracle.oracle import watchdog
 from vllm_moe_oracle.verification.self_check import Comparison
 
@@ -74,7 +74,7 @@ FAULTS: dict[str, Any] = {
 @pytest.fixture(params=["group", "all", "off"])
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Loads layers of one kind until one fails; returns the mode of the check and how many went well."""
-    backend_check.reset()
+    load_caches.end_load()
 
     def loads(backend: Any, count: int = 3) -> tuple[list[Any], int]:
         method_layers.use_backends([backend], monkeypatch)
@@ -96,7 +96,7 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         monkeypatch.setattr(method_layers, "HIDDEN", HIDDEN // 4)
         monkeypatch.setattr(method_layers, "INNER", INNER // 4)
         yield request.param, loads
-    backend_check.reset()
+    load_caches.end_load()
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -132,14 +132,14 @@ class Converted:
 
 def test_a_layer_that_comes_again_begins_another_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was loaded in an earlier pass may be gone: its layers are not called after the first one of this."""
-    backend_check.reset()
+    load_caches.end_load()
     monkeypatch.setattr(backend_check, "_converted_outcomes", {("kind", "one"): backend_check._PASSED})
     again: list[str] = []
     first, second = (Converted(name, again) for name in ("first", "second"))
     for layer in (first, second, first, second):
         backend_check.check_installed(layer, layer.prepare)
     assert again == ["first", "first"] and first.installed is None and second.installed is not None
-    backend_check.reset()
+    load_caches.end_load()
     assert second.installed is None
 
 
@@ -205,7 +205,7 @@ def test_a_slow_kernel_is_named_while_it_runs(monkeypatch: pytest.MonkeyPatch) -
         assert named.wait(60)
         forward(tensors, layer, out, *more)
 
-    backend_check.reset()
+    load_caches.end_load()
     monkeypatch.setattr(watchdog, "FIRST_SECONDS", 0.01)
     handler = Listens()
     watchdog.logger.addHandler(handler)
@@ -216,7 +216,7 @@ def test_a_slow_kernel_is_named_while_it_runs(monkeypatch: pytest.MonkeyPatch) -
         backend_check.check_or_fallback(Method.of(backends, layer), lib.weights(layer), registry=backends)
     finally:
         watchdog.logger.removeHandler(handler)
-        backend_check.reset()
+        load_caches.end_load()
     assert threading.active_count() == before
     assert lines[0].startswith("moe_oracle: slow is being checked in ") and " for 0 s; " in lines[0]
     assert layer.layer in lines[0] or "8 experts" in lines[0]

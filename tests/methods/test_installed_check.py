@@ -15,7 +15,7 @@ from tests.lib.method_layers import HIDDEN, INNER, Layer, created, load_random
 from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.errors import SelfCheckError
-from vllm_moe_oracle.methods import backend_check, base
+from vllm_moe_oracle.methods import backend_check, base, load_caches
 from vllm_moe_oracle.verification import converted_layer
 from vllm_moe_oracle.verification.self_check import Comparison
 
@@ -25,15 +25,14 @@ EXPERTS = 24
 @pytest.fixture(params=["group", "all", "off"])
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Loads a layer with a backend, and reloads it; returns the modes of the check and how many loads went well."""
-    monkeypatch.setattr(backend_check, "_kernel_outcomes", {})
-    monkeypatch.setattr(backend_check, "_converted_outcomes", {})
+    load_caches.end_load()
 
     def loads(backend: Any) -> int:
         method_layers.use_backends([backend], monkeypatch)
         layer = Layer()
         method = created(config, layer)
         for seed in range(2):
-            backend_check.reset()
+            load_caches.end_load()
             load_random(layer, seed)
             if hasattr(layer, base.PROCESSED_ATTRIBUTE):
                 delattr(layer, base.PROCESSED_ATTRIBUTE)
@@ -121,8 +120,7 @@ class KeepsScales(Faulty):
 
 def test_a_reload_converts_fresh_parameters_before_vllm_copies_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's reload by layer puts the converted values into the kernel's tensors only after the conversion."""
-    monkeypatch.setattr(backend_check, "_kernel_outcomes", {})
-    monkeypatch.setattr(backend_check, "_converted_outcomes", {})
+    load_caches.end_load()
     with method_layers.moe_config({"self_check": "group"}, EXPERTS, HIDDEN // 4, INNER // 4) as config:
         monkeypatch.setattr(method_layers, "HIDDEN", HIDDEN // 4)
         monkeypatch.setattr(method_layers, "INNER", INNER // 4)
@@ -133,7 +131,7 @@ def test_a_reload_converts_fresh_parameters_before_vllm_copies_them(monkeypatch:
         load_random(layer, 0)
         method.process_weights_after_loading(layer)
         kept = method.experts
-        backend_check.reset()
+        load_caches.end_load()
         delattr(layer, base.PROCESSED_ATTRIBUTE)
         served = dict(layer.named_parameters())
         for name in served:

@@ -17,7 +17,7 @@ from vllm_moe_oracle.core.decision import Decision, Reason
 from vllm_moe_oracle.core.measurement_set import MeasurementSet
 from vllm_moe_oracle.core.problem import Parallel
 from vllm_moe_oracle.errors import SettingError
-from vllm_moe_oracle.methods import backend_check, backend_selection, first_start, load_summary
+from vllm_moe_oracle.methods import backend_selection, first_start, load_caches, load_summary
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.settings import Settings, load
 
@@ -176,9 +176,9 @@ def test_a_record_says_which_rank_of_how_many_it_is_of(release: Release, monkeyp
     assert (found["rank"], found["ranks"]) == (3, 4)
 
 
-def test_what_a_self_check_found_holds_for_one_load_only(release: Release, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: dict[Any, Any] = {}
-    monkeypatch.setattr(backend_check, "_kernel_outcomes", found)
+def test_what_a_check_found_holds_for_one_load_only(release: Release, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_caches, "_caches", [*load_caches._caches])
+    found: dict[Any, Any] = load_caches.per_load({})
     one, two = build(release, names(2), load({}))
     found["group"] = "failed"
     load_summary.record_conversion(one)

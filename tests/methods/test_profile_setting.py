@@ -10,7 +10,7 @@ import pytest
 from tests.lib.cases import H200, problem
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import SettingError
-from vllm_moe_oracle.methods import backend_selection
+from vllm_moe_oracle.methods import backend_selection, load_caches
 from vllm_moe_oracle.settings import load
 
 LAYERS = [problem(), problem(tp=2)]
@@ -19,7 +19,7 @@ LAYERS = [problem(), problem(tp=2)]
 @pytest.fixture(autouse=True)
 def _a_load_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "detect", lambda: H200)
-    backend_selection.reset()
+    load_caches.end_load()
 
 
 def test_one_warning_per_load_and_serving_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -33,7 +33,7 @@ def test_one_warning_per_load_and_serving_continues(tmp_path: Path, caplog: pyte
         assert only.levelno == logging.WARNING
         assert "the profile of environment variable MOE_ORACLE_PROFILE is not used" in only.getMessage()
         assert "nope: cannot be read: No such file or directory" in only.getMessage()
-        backend_selection.reset()
+        load_caches.end_load()
         backend_selection.measurements_for(LAYERS[0], chosen)
         assert sum("profile of" in each.getMessage() for each in caplog.records) == 2
 

@@ -17,7 +17,7 @@ from tests.lib.method_layers import Layer
 from vllm_moe_oracle import plugin
 from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.errors import SelfCheckError
-from vllm_moe_oracle.methods import backend_check
+from vllm_moe_oracle.methods import load_caches
 from vllm_moe_oracle.schemes import mxfp8
 
 EXPERTS, HIDDEN, INNER = 8, 128, 256
@@ -68,7 +68,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Callable[[Faulty, str], torch.nn.M
         from vllm_moe_oracle.compat.layer_context import set_current_layer
         from vllm_moe_oracle.methods.compressed_tensors import CompressedTensorsW8A8Mxfp8MoEMethod
 
-        backend_check.reset()
+        load_caches.end_load()
         method_layers.use_backends([backend], monkeypatch)
         found, layer = torch.nn.Module(), Loaded()
         with method_layers.moe_config({"self_check": mode}, EXPERTS, HIDDEN, INNER) as config:

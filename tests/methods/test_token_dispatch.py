@@ -21,7 +21,7 @@ from vllm_moe_oracle.backends.emulation import Emulation, forward
 from vllm_moe_oracle.core.decision import TokenRange
 from vllm_moe_oracle.core.measurement_set import MeasurementSet
 from vllm_moe_oracle.errors import SelfCheckError
-from vllm_moe_oracle.methods import backend_check
+from vllm_moe_oracle.methods import backend_check, load_caches
 from vllm_moe_oracle.verification.self_check import Comparison
 
 EXPERTS, HIDDEN, INNER = 4, 64, 96
@@ -67,16 +67,13 @@ def inside(
 ) -> Iterator[Any]:
     """vLLM's config of a MoE layer, in a process with these backends and this evidence."""
     from vllm_moe_oracle.measurements import lookup
-    from vllm_moe_oracle.methods import backend_check, backend_selection
 
     use_backends(backends, monkeypatch)
     monkeypatch.setattr(lookup, "find_measurements", lambda problem, device, settings: evidence)
-    backend_selection.reset()
-    backend_check.reset()
+    load_caches.end_load()
     with moe_config(config, EXPERTS, HIDDEN, INNER) as made:
         yield made
-    backend_selection.reset()
-    backend_check.reset()
+    load_caches.end_load()
 
 
 class Running(Layer):
@@ -296,7 +293,6 @@ def test_where_ranks_join_later_a_backend_has_to_be_named(monkeypatch: pytest.Mo
 def test_a_reload_that_one_of_the_turns_fails_on_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel is built and may be captured: it must not go on with the weights from before."""
     from vllm_moe_oracle.errors import SelfCheckError
-    from vllm_moe_oracle.methods import backend_check
     from vllm_moe_oracle.methods.base import PROCESSED_ATTRIBUTE
 
     prefiller, decoder = Marked("prefiller", 1.0, 1.0), Marked("decoder", 2.0, 1.0, reverses=True)
@@ -309,7 +305,7 @@ def test_a_reload_that_one_of_the_turns_fails_on_is_an_error(monkeypatch: pytest
         method.create_weights(layer, EXPERTS, HIDDEN, INNER, torch.bfloat16, weight_loader=loader)
         fill(layer, seed=1)
         setattr(layer, PROCESSED_ATTRIBUTE, False)
-        backend_check.reset()
+        load_caches.end_load()
         other.factor = 3.0
         with pytest.raises(SelfCheckError, match=rf"{other.name}, which runs beside .* reloaded weights: .*self-check"):
             method.process_weights_after_loading(layer)

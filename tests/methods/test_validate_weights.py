@@ -12,7 +12,7 @@ from tests.lib.cases import registry
 from tests.lib.faulty_backends import LAYERS, Method, second, weights
 from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.errors import NoBackendError
-from vllm_moe_oracle.methods import backend_check, backend_selection
+from vllm_moe_oracle.methods import backend_check, load_caches
 
 LAYER = LAYERS["silu"]
 
@@ -31,8 +31,7 @@ class Choosy(Emulation):
 
 @pytest.fixture(autouse=True)
 def _a_load_of_its_own() -> None:
-    backend_selection.reset()
-    backend_check.reset()
+    load_caches.end_load()
 
 
 def bad_weights(expert: int = 3) -> dict[str, Tensor]:

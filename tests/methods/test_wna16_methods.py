@@ -141,7 +141,7 @@ def test_a_kernel_tensor_does_not_take_the_name_of_a_layers_attribute(monkeypatc
 def test_scales_that_the_models_dtype_changes_are_told_of_once(
     factor: float, told: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load_summary, "_model", load_summary._ModelLoad())
+    monkeypatch.setattr(load_summary, "_warned", set())
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     layer = dataclasses.replace(layer_of("gptq", **SIZES), dtype="float16")
     contents = contents_of(layer)
@@ -168,7 +168,7 @@ def test_scales_that_the_models_dtype_changes_are_told_of_once(
 def test_zero_points_that_no_symmetric_file_has_are_told_of_once(
     packing: str, bits: int, word: int, odd: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load_summary, "_model", load_summary._ModelLoad())
+    monkeypatch.setattr(load_summary, "_warned", set())
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     contents = contents_of(layer_of(packing, bits=bits, **SIZES))
     files = contents.files()

@@ -6,8 +6,9 @@ Machinery:
 * `backend_selection`: the oracle's decision, the verdict of vLLM's own class, one backend for all ranks.
 * `first_start`, `measure_hook`: what is measured before weights are loaded, unless `measure_at_start` is 0.
 * `backend_check`: the self-check on loaded weights, and the fallback.
-* `rank_agreement`: what all ranks have in common, compared before they compute together.
+* `rank_comparison`: what all ranks have in common, compared before they compute together.
 * `rank_sync`: gathers the results of all ranks; a failure of one reaches the others.
+* `load_caches`: what holds for one load only.
 * `token_dispatch`: two backends for one layer, by number of tokens.
 * `weight_loading`: checks of tensors as vLLM's loader copies them; sentinels.
 * `load_summary`: which layers of a model are served by which backend.

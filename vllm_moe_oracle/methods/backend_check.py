@@ -40,6 +40,7 @@ from ..verification.inputs import canonical_experts
 from ..verification.self_check import Comparison, compare_with_reference
 from . import rank_sync
 from .backend_selection import LayerMethod, is_binding, switch_backend, why_tried
+from .load_caches import per_load
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -62,17 +63,17 @@ class CheckOutcome:
 _PASSED = CheckOutcome("", True, None)
 
 _CheckKey = tuple[Problem, str]
-_kernel_outcomes: dict[_CheckKey, CheckOutcome] = {}
+_kernel_outcomes: dict[_CheckKey, CheckOutcome] = per_load({})
 """Outcome of the self-check by problem and backend, for the model that is being loaded."""
 
 
-_convertible: set[_CheckKey] = set()
+_convertible: set[_CheckKey] = per_load(set())
 """Problems and backends of the load whose conversion has told every rank the kernel tensors' shapes."""
 
-_weight_outcomes: dict[_CheckKey, CheckOutcome] = {}
+_weight_outcomes: dict[_CheckKey, CheckOutcome] = per_load({})
 """Outcome of `check_weights` for the last layer by problem and backend of the load."""
 
-_converted_outcomes: dict[_CheckKey, CheckOutcome] = {}
+_converted_outcomes: dict[_CheckKey, CheckOutcome] = per_load({})
 """Problems and backends of the load of which a layer was checked after its conversion, with all of its experts; all
 passed."""
 
@@ -84,41 +85,35 @@ class ConvertedLayer(LayerMethod, Protocol):
     installed: InstalledLayer | None
 
 
-_last: dict[_CheckKey, weakref.ref[ConvertedLayer]] = {}
-"""The layer that was checked last after its conversion, by problem and backend of the load."""
+class _Pass:
+    """The layers that were checked after their conversion, each once: one that comes again begins another pass, before
+    which the weights of the others may have gone.
 
-_reloaded: dict[_CheckKey, tuple[LayerMethod, Sequence[Callable[[], InstalledLayer]]]] = {}
+    Attributes:
+        names: their names.
+        last: the one that was checked last, by problem and backend of the load.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.last: dict[_CheckKey, weakref.ref[ConvertedLayer]] = {}
+
+    def clear(self) -> None:
+        """Forgets the layers, and what they keep for a second check."""
+        for each in self.last.values():
+            if (method := each()) is not None:
+                method.installed = None
+        self.last.clear()
+        self.names.clear()
+
+
+_pass = per_load(_Pass())
+
+_Reloaded = dict[_CheckKey, tuple[LayerMethod, Sequence[Callable[[], InstalledLayer]]]]
+_reloaded: _Reloaded = per_load({}, kept_for_reload=True)
 """A layer of each kind whose weights were reloaded beside the tensors that its kernel reads, and what makes the checks
 of it as it serves. vLLM copies a layer's weights after its conversion, and calls nothing then: the end of the reload is
 the first place to check it."""
-
-_in_pass: set[str] = set()
-"""Names of the layers that were checked after their conversion, each once: one that comes again begins another pass,
-before which the weights of the others may have gone."""
-
-
-def reset(reloading: bool = False) -> None:
-    """Ends a load: outcomes do not hold for other weights, whether another model's or reloaded ones.
-
-    Args:
-        reloading: all layers were reloaded, and `check_reloaded` is still to come.
-    """
-    if not reloading:
-        _reloaded.clear()
-    _kernel_outcomes.clear()
-    _convertible.clear()
-    _weight_outcomes.clear()
-    _converted_outcomes.clear()
-    _end_pass()
-
-
-def _end_pass() -> None:
-    """Forgets the layers that were checked last, and what they keep for a second check."""
-    for each in _last.values():
-        if (method := each()) is not None:
-            method.installed = None
-    _last.clear()
-    _in_pass.clear()
 
 
 def reserve_or_fallback(method: LayerMethod, reserve: Callable[[], None], registry: Registry | None = None) -> None:
@@ -288,9 +283,9 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
     """
     problem, name = method.decision.problem, method.backend.name
     key = (problem.key(), name)
-    if problem.layer in _in_pass:
-        _end_pass()
-    _in_pass.add(problem.layer)
+    if problem.layer in _pass.names:
+        _pass.clear()
+    _pass.names.add(problem.layer)
 
     def topic(layer: str) -> str:
         return f"the check of {name} in {layer} after its conversion"
@@ -313,13 +308,13 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
     rule = f"{name} disagrees with the reference after the conversion of {problem}"
     if not message:
         logger.log(level, "moe_oracle: %s: check of %s after the conversion: %s", problem.layer, name, success)
-        message = _check_previous(method, _last.get(key))
+        message = _check_previous(method, _pass.last.get(key))
         rule = f"{name} disagrees with the reference in a layer that agreed before {problem.layer} was converted"
     if message:
         remedy = f"Choose another backend ({env_var('disable')}={name}), and report this with the model's name"
         raise SelfCheckError(f"{rule}: {message}", remedy, problem.layer)
     _converted_outcomes[key] = _PASSED
-    _last[key] = weakref.ref(method)
+    _pass.last[key] = weakref.ref(method)
 
 
 def check_beside(method: LayerMethod, prepare: Callable[[], InstalledLayer]) -> None:

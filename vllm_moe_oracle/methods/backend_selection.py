@@ -19,7 +19,8 @@ from ..measurements import lookup
 from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import is_final, remaining_candidates
 from ..settings import Settings
-from . import rank_agreement, rank_sync
+from . import rank_comparison, rank_sync
+from .load_caches import per_load
 
 if TYPE_CHECKING:
     from ..compat.adapter import Adapter
@@ -44,24 +45,18 @@ class LayerMethod(Protocol):
 
 
 _LayerKind = tuple[Problem, str, str]
-_agreed_backends: dict[_LayerKind, tuple[str, bool]] = {}
+_agreed_backends: dict[_LayerKind, tuple[str, bool]] = per_load({})
 """The backend that all ranks take, and whether all have the same token ranges and tiles, by kind of layer of the load.
 A kind is the problem, why this rank's own choice won, and that choice."""
 
 
-_measurements: dict[Problem, MeasurementSet | None] = {}
+_measurements: dict[Problem, MeasurementSet | None] = per_load({})
 """Measurements by problem of the load. Kept, so that a cache file that changes while weights are loaded cannot decide
 equal layers differently."""
 
 
-def reset() -> None:
-    """Ends a load: choices and measurements do not hold for another one."""
-    _agreed_backends.clear()
-    _measurements.clear()
-
-
 def measurements_for(problem: Problem, settings: Settings) -> MeasurementSet | None:
-    """Measurements of a layer on this machine; the same for all layers with the same problem, until `reset`.
+    """Measurements of a layer on this machine; the same for all layers of a load with the same problem.
 
     Args:
         problem: the layer.
@@ -160,7 +155,7 @@ def _agree_on_backend(
                     return error
                 refusal = error
         assert kind is not None
-        rank_agreement.require_equal(topic, [properties for _, _, properties in ranks])
+        rank_comparison.require_equal(topic, [properties for _, _, properties in ranks])
         _agreed_backends[kind] = method.backend.name, all(schedule == ranks[0][1] for _, schedule, _ in ranks)
     name, same_schedule = _agreed_backends[kind]
     if name != method.backend.name:

@@ -38,7 +38,7 @@ from . import (
     backend_selection,
     first_start,
     load_summary,
-    rank_agreement,
+    rank_comparison,
     rank_sync,
     token_dispatch,
     weight_loading,
@@ -206,15 +206,15 @@ class OracleMoEMethod(FusedMoEMethodBase):
         layer, name = current_layer()
         load_summary.start_layer(name)
         self.adapter.require_original(name)
-        with rank_sync.notify_on_failure(rank_agreement.make_group(), f"the settings and the shape of {name}"):
+        with rank_sync.notify_on_failure(rank_comparison.make_group(), f"the settings and the shape of {name}"):
             self.settings = chosen = settings.load(additional_config=self.adapter.additional_config())
             declared = scheme.activations
             scheme, requested_by = self._requested_scheme(scheme)
             problem = self._refine_problem(self.adapter.problem(moe, layer, name, scheme))
         # vLLM's classes refuse LoRA by this flag, which vLLM sets for every layer.
         moe.is_lora_enabled = problem.lora
-        self.rank_group = rank_agreement.make_group(chosen.rank_sync_timeout)
-        rank_agreement.require_same_layer(self.rank_group, problem, chosen, moe.moe_backend)
+        self.rank_group = rank_comparison.make_group(chosen.rank_sync_timeout)
+        rank_comparison.require_same_layer(self.rank_group, problem, chosen, moe.moe_backend)
 
         alone = self.adapter.adds_ranks_later()
 
@@ -369,7 +369,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         self._set_state(layer, "converting")
         problem = self.decision.problem
         load_summary.begin_conversion(problem.layer)
-        rank_agreement.require_same_layers(self.rank_group)
+        rank_comparison.require_same_layers(self.rank_group)
         with rank_sync.notify_on_failure(self.rank_group, f"the loaded weights of {problem.layer}"):
             if self.moe_kernel is not None:
                 parameters = dict(self.adapter.parameters(layer))

@@ -29,7 +29,8 @@ from ..errors import NoBackendError, sanitize
 from ..measurements.tune_command import tune_command
 from ..settings import Settings, report_path
 from ..untrusted import describe
-from . import backend_check, backend_selection, first_start, rank_agreement, token_dispatch
+from . import first_start
+from .load_caches import end_load, per_load
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -44,10 +45,12 @@ class _ModelLoad:
         self.settings: Settings | None = None
         self.logged: set[tuple[Any, ...]] = set()
         self.stock_layers: dict[str, str] = {}
-        self.warned: set[str] = set()
 
 
 _model = _ModelLoad()
+
+_warned: set[str] = per_load(set())
+"""What was warned of."""
 
 
 def start_layer(layer: str) -> None:
@@ -58,7 +61,7 @@ def start_layer(layer: str) -> None:
     """
     global _model
     if _starts_new_model(layer):
-        _reset_caches()
+        end_load()
         _model = _ModelLoad()
 
 
@@ -107,8 +110,8 @@ def _tune_command(decision: Decision, settings: Settings) -> str:
 
 def warn_once(words: str, where: str) -> None:
     """Logs a warning about loaded weights at the first place of a load or a reload, not for every tensor."""
-    if words not in _model.warned:
-        _model.warned.add(words)
+    if words not in _warned:
+        _warned.add(words)
         logger.warning("moe_oracle: %s: %s", where, words)
 
 
@@ -134,16 +137,6 @@ def record_stock_layer(layer: str, features: Collection[str], stock_class: str, 
         decision_records.write_record(model_report(len(_model.stock_layers)))
 
 
-def _reset_caches(reloading: bool = False) -> None:
-    """Ends a load: what ranks agreed on does not hold for another one. See `backend_check.reset`."""
-    rank_agreement.reset()
-    backend_selection.reset()
-    first_start.reset()
-    _model.warned.clear()
-    backend_check.reset(reloading)
-    token_dispatch.reset()
-
-
 def _starts_new_model(layer: str) -> bool:
     """Whether the recorded layers belong to another model: one of them has this name, or is missing among the names
     that the layers of the model being loaded have registered."""
@@ -162,7 +155,7 @@ def begin_conversion(layer: str) -> None:
     where a server reloads the model without its draft."""
     if layer in _model.reloaded:
         _model.reloaded.clear()
-        _reset_caches()
+        end_load()
 
 
 def record_conversion(decision: Decision) -> None:
@@ -177,12 +170,12 @@ def record_conversion(decision: Decision) -> None:
         _model.reloaded.add(layer)
         if _model.reloaded >= set(_model.decisions):
             _model.reloaded.clear()
-            _reset_caches(reloading=True)
+            end_load(reloading=True)
         return
     _model.pending.discard(layer)
     if _model.pending:
         return
-    _reset_caches()
+    end_load()
     layers = current_adapter().moe_layer_names()
     ours = {_listed_name(each, layers) for each in _model.decisions}
     others = [each for each in layers if each not in ours]

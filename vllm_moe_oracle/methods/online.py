@@ -25,7 +25,7 @@ from ..core.problem import MX_BLOCK, Scheme
 from ..errors import CheckpointError
 from ..quantization import ONLINE_SCHEMES
 from ..schemes import mxfp8
-from . import rank_agreement, rank_sync, weight_loading
+from . import rank_comparison, rank_sync, weight_loading
 from .base import PROCESSED_ATTRIBUTE, OracleMoEMethod
 
 SERVES = {
@@ -72,7 +72,7 @@ class Mxfp8OnlineLinearMethod(stock.Mxfp8OnlineLinearMethod):
         """
         validate_input_sizes(_linear_name(layer), input_size=input_size_per_partition)
         chosen = settings.load(additional_config=current_adapter().additional_config())
-        rank_agreement.require_same_process(chosen)
+        rank_comparison.require_same_process(chosen)
         self.scale_rule = chosen.mxfp8_scale_rule
         super().create_weights(layer, input_size_per_partition, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Agreement between ranks: each rank gathers the results of all ranks, and all draw the same conclusion.
+"""Exchange between ranks: each rank gathers the results of all, and all conclude alike.
 
 Ranks that hold parts of the same layer must run the same backend: another backend may quantize activations before they
 are sent, or need another format of them. But each rank finds out by itself what it can run: its self-check sees its own

@@ -30,6 +30,7 @@ from ..settings import Settings
 from ..verification.converted_layer import InstalledLayer, WeightParts, skip_reason
 from . import backend_check, rank_sync
 from .backend_selection import LayerMethod
+from .load_caches import per_load
 
 if TYPE_CHECKING:
     from ..compat.adapter import Adapter
@@ -89,13 +90,8 @@ class _Range:
     tensors: Tensors = field(default_factory=dict)
 
 
-_rejected: dict[tuple[Problem, str], bool] = {}
+_rejected: dict[tuple[Problem, str], bool] = per_load({})
 """Whether a rank's vLLM rejects a backend for some numbers of tokens, by problem and backend of the load."""
-
-
-def reset() -> None:
-    """Ends a load."""
-    _rejected.clear()
 
 
 class _LayerView:

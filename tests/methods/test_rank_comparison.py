@@ -19,8 +19,8 @@ from tests.lib.cases import CPU, backend, problem, registry
 from vllm_moe_oracle import __version__, settings
 from vllm_moe_oracle.core.problem import RANK_LOCAL_FIELDS, Activation, Parallel, Problem, Routing, Scheme
 from vllm_moe_oracle.errors import RankSyncError
-from vllm_moe_oracle.methods import rank_agreement
-from vllm_moe_oracle.methods.rank_agreement import describe_differences, require_equal
+from vllm_moe_oracle.methods import rank_comparison
+from vllm_moe_oracle.methods.rank_comparison import describe_differences, require_equal
 
 BASE = problem(experts=64, ep=2)
 INTEGERS = dataclasses.replace(BASE, scheme=Scheme("wna16", 4, 32, "gptq"))
@@ -84,14 +84,14 @@ def test_every_setting_says_whether_ranks_share_it(name: str) -> None:
 
 VALUES = st.none() | st.booleans() | st.integers(-3, 3) | st.text("ab", max_size=2)
 PROPERTIES = st.dictionaries(
-    st.sampled_from(sorted(rank_agreement._KINDS)), st.dictionaries(st.sampled_from("xyz"), VALUES, max_size=3)
+    st.sampled_from(sorted(rank_comparison._KINDS)), st.dictionaries(st.sampled_from("xyz"), VALUES, max_size=3)
 )
 
 
 @given(st.lists(PROPERTIES, min_size=2, max_size=4))
 def test_properties_are_equal_or_every_difference_is_named(ranks: list[dict[str, dict[str, Any]]]) -> None:
     found = {(kind, text.partition(" is ")[0]) for kind, text in describe_differences(ranks)}
-    for kind in rank_agreement._KINDS:
+    for kind in rank_comparison._KINDS:
         for name in "xyz":
             values = {json.dumps(each.get(kind, {}).get(name)) for each in ranks}
             assert ((kind, name) in found) == (len(values) > 1)
@@ -100,7 +100,7 @@ def test_properties_are_equal_or_every_difference_is_named(ranks: list[dict[str,
         return
     with pytest.raises(RankSyncError, match=r"^topic: ranks differ: ") as caught:
         require_equal("topic", ranks)
-    assert all(rank_agreement._KINDS[kind][1] in caught.value.remedy for kind, _ in found)
+    assert all(rank_comparison._KINDS[kind][1] in caught.value.remedy for kind, _ in found)
 
 
 # --- Processes --------------------------------------------------------------------------------------------------------
@@ -119,10 +119,10 @@ def decided(processes: Any, odd: int, change: dict[str, Any], index: int) -> Any
     known = registry([backend("first", rank=1.0), backend("second", rank=2.0)])
     chosen = settings.load({}, assignments=mine.get("settings"))
     for name, value in mine.get("variables", {}).items():
-        rank_agreement.get_env = lambda each, name=name, value=value: value if each == name else None
+        rank_comparison.get_env = lambda each, name=name, value=value: value if each == name else None
     if "version" in mine:
-        rank_agreement.__version__ = mine["version"]
-    group = rank_sync.RankGroup(processes, 20.0, rank_agreement.explain_difference)
+        rank_comparison.__version__ = mine["version"]
+    group = rank_sync.RankGroup(processes, 20.0, rank_comparison.explain_difference)
     begin = time.monotonic()
     try:
         for layer in range(4):
@@ -133,7 +133,7 @@ def decided(processes: Any, odd: int, change: dict[str, Any], index: int) -> Any
                     continue
                 fields = mine.get("problem", {})
                 case = dataclasses.replace(case, **fields)
-            rank_agreement.require_same_layer(group, case, chosen, mine.get("moe_backend"))
+            rank_comparison.require_same_layer(group, case, chosen, mine.get("moe_backend"))
             method = SimpleNamespace(
                 decision=None, backend=None, settings=chosen, moe=None, rank_group=group,
                 adapter=SimpleNamespace(stock_class_rejection=lambda *arguments: ""),
@@ -141,7 +141,7 @@ def decided(processes: Any, odd: int, change: dict[str, Any], index: int) -> Any
             backend_selection.select_backend(
                 method, name, lambda case=case: decide(case, CPU, chosen, registry=known), known
             )
-        rank_agreement.require_same_layers(group)
+        rank_comparison.require_same_layers(group)
     except RankSyncError as error:
         return {"message": str(error), "seconds": time.monotonic() - begin}
     return method.backend.name
@@ -212,9 +212,9 @@ def absent(processes: Any, folder: str) -> Any:
         return "stock"
     rank_sync._LATE_SECONDS, remarks = 0.2, []
     rank_sync.logger.warning = lambda text, *arguments: remarks.append(text % arguments)  # type: ignore[method-assign]
-    group = rank_sync.RankGroup(processes, 1.0, rank_agreement.explain_difference)
+    group = rank_sync.RankGroup(processes, 1.0, rank_comparison.explain_difference)
     try:
-        rank_agreement.require_same_layer(group, BASE, settings.Settings(), None)
+        rank_comparison.require_same_layer(group, BASE, settings.Settings(), None)
     except RankSyncError as error:
         return {"message": str(error), "remarks": remarks}
     return None
@@ -235,10 +235,10 @@ def damaged(processes: Any, ours: bool) -> Any:
     from vllm_moe_oracle import plugin
     from vllm_moe_oracle.methods import rank_sync
 
-    rank_agreement.current_adapter = lambda: SimpleNamespace(peer_group=lambda: processes)  # type: ignore[assignment]
-    group = rank_agreement.make_group(20.0)
+    rank_comparison.current_adapter = lambda: SimpleNamespace(peer_group=lambda: processes)  # type: ignore[assignment]
+    group = rank_comparison.make_group(20.0)
     if ours:
-        rank_agreement.require_same_layer(group, BASE, settings.Settings(), None)
+        rank_comparison.require_same_layer(group, BASE, settings.Settings(), None)
 
     def load_model(loader: None, name: str) -> str:
         if group.rank == 1:
@@ -284,19 +284,19 @@ NUMERIC_WORDS = re.compile(
 def test_the_variables_are_those_that_vllm_reads() -> None:
     """A release's new variable is either compared, or known to change no numbers."""
     envs = pytest.importorskip("vllm.envs", reason="its table of variables is asked")
-    compared = set(rank_agreement.NUMERIC_VARIABLES)
+    compared = set(rank_comparison.NUMERIC_VARIABLES)
     assert compared <= set(envs.environment_variables)
     # This plugin serves no ROCm.
     named = {name for name in envs.environment_variables if NUMERIC_WORDS.search(name) and "_ROCM_" not in name}
     assert named - compared == NOT_NUMERIC.keys()
 
 
-@pytest.mark.parametrize("name", (*rank_agreement.NUMERIC_VARIABLES, *rank_agreement.LIBRARY_VARIABLES))
+@pytest.mark.parametrize("name", (*rank_comparison.NUMERIC_VARIABLES, *rank_comparison.LIBRARY_VARIABLES))
 def test_a_variable_that_one_rank_has_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(name, raising=False)
-    usual = rank_agreement.process_properties(settings.Settings())
+    usual = rank_comparison.process_properties(settings.Settings())
     monkeypatch.setenv(name, "1")
-    ((kind, text),) = describe_differences([usual, rank_agreement.process_properties(settings.Settings())])
+    ((kind, text),) = describe_differences([usual, rank_comparison.process_properties(settings.Settings())])
     assert kind == "variable" and text.startswith(f"{name} is ") and '"1" on rank 1' in text
 
 

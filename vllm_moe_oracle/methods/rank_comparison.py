@@ -25,6 +25,7 @@ from ..errors import RankSyncError
 from ..measurements.environment import kernel_sources_hash
 from ..settings import Settings, get_env, shared_values
 from . import rank_sync
+from .load_caches import per_load
 
 Properties = Mapping[str, Mapping[str, Any]]
 """Values by name, by the kind of property: a key of `_KINDS`."""
@@ -98,18 +99,16 @@ class _Load:
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Ends the load: what was compared does not hold for another model."""
         self.compared: set[Problem | None] = set()
         self.layers: dict[str, dict[str, Any]] = {}
         self.layers_compared = False
 
 
-_load = _Load()
-
-
-def reset() -> None:
-    """Ends a load: what was compared does not hold for another model."""
-    global _load
-    _load = _Load()
+_load = per_load(_Load())
 
 
 def make_group(timeout: float = rank_sync.DEFAULT_TIMEOUT) -> rank_sync.RankGroup:
