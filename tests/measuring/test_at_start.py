@@ -33,7 +33,7 @@ from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import FILE_NAME, Store
 from vllm_moe_oracle.measuring import at_start, tuning
-from vllm_moe_oracle.methods import backend_selection, first_start, load_caches, measure_hook, rank_sync
+from vllm_moe_oracle.methods import backend_selection, first_start, measure_hook, rank_sync
 from vllm_moe_oracle.oracle import measured_choice, selection
 
 LAYER = LAYERS["mxfp8"]
@@ -96,7 +96,7 @@ def _hook(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield
     measure_hook.set_measure(of_the_plugin)
     first_start.forget_start()
-    load_caches.end_load()
+    backend_selection.reset()
 
 
 def asked(folder: Path, budget: float = BUDGET, **assignments: str) -> settings.Settings:
@@ -107,7 +107,7 @@ def asked(folder: Path, budget: float = BUDGET, **assignments: str) -> settings.
 def start(chosen: settings.Settings, layers: list[Problem] | None = None) -> list[Decision]:
     """What a new server decides, as its methods do."""
     first_start.forget_start()
-    load_caches.end_load()
+    backend_selection.reset()
     found = []
     for layer in layers or [LAYER]:
 
@@ -218,6 +218,8 @@ def test_crashing_and_hanging_backends_are_recorded_and_the_server_starts(
         "hanging": "it did not come back within 30 s",
     }
     assert {key for key, why in kept(tmp_path).items() if not why} >= {*complete("slow", "fast")}
+    found = [each for _, samples in Store(tmp_path).samples(kernel_shape_of(LAYER)) for each in samples]
+    assert {(each.backend, each.silent_seconds) for each in found if each.failure} == {("exiting", 0), ("hanging", 30)}
     said = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert any(
         "hanging could not be measured and is left out: it did not come back within 30 s" in each for each in said
@@ -231,16 +233,31 @@ def test_crashing_and_hanging_backends_are_recorded_and_the_server_starts(
     assert start(chosen)[0] == decision
 
 
-@pytest.mark.parametrize(("gpu", "share"), [("", 2 / 3), ("another", 1 / 3)])
+@pytest.mark.parametrize(
+    ("gpu", "failure", "waited", "share"),
+    [
+        ("", "in whatever words", 30.0, 2 / 3),
+        ("", silence(30), 0.0, 2 / 3),  # as caches from before the field have it
+        ("", "in whatever words", 0.0, 1 / 3),
+        ("another", silence(30), 30.0, 1 / 3),
+    ],
+)
 def test_a_backend_that_was_killed_here_gets_more_time(
-    only: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str, share: float
+    only: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: str,
+    failure: str,
+    waited: float,
+    share: float,
 ) -> None:
     only("slow", "fast")
     here = Environment.of(detect.detect())
     there = msgspec.structs.replace(here, gpu=gpu or here.gpu)
     store = Store(tmp_path)
     store.prepare()
-    store.add(there, kernel_shape_of(LAYER), [Sample("slow", "mxfp8", 1, "uniform", failure=silence(30))])
+    sample = Sample("slow", "mxfp8", 1, "uniform", failure=failure, silent_seconds=waited)
+    store.add(there, kernel_shape_of(LAYER), [sample])
     asked_for: list[tuning.TuneOptions] = []
 
     def tune(layers: Any, device: Any, chosen: Any, store: Any, options: tuning.TuneOptions, *more: Any) -> Any:

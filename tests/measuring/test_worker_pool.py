@@ -50,22 +50,22 @@ def test_an_error_in_one_process_ends_all(tmp_path: Path) -> None:
 
 
 def test_a_silent_worker_is_killed_and_its_task_blamed() -> None:
-    crashed: list[tuple[int, str]] = []
+    crashed: list[tuple[int, str, float]] = []
     limits = worker_pool.Limits(silence=1.0)
     tasks = [("hang",), ("exit",), ("die",), ("break",), ("fine",)]
     found = pool_tasks.ends(tasks, [None], 1, False, limits, lambda *what: crashed.append(what))
     assert found[0] == ("lost", "it did not come back within 1 s") and found[4] == ("done", "fine")
     # Whoever killed the third did so from outside, and the fourth said itself what happened.
-    assert crashed == [(0, found[0][1]), (1, "its process ended with status 3"), (3, "")]
+    assert crashed == [(0, found[0][1], 1.0), (1, "its process ended with status 3", 0.0), (3, "", 0.0)]
 
 
 def test_a_worker_that_closed_its_pipe_and_lives_on_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "_KILL_SECONDS", 0.5)
-    crashed: list[tuple[int, str]] = []
+    crashed: list[tuple[int, str, float]] = []
     limits = worker_pool.Limits()
     found = pool_tasks.ends([("linger",), ("fine",)], [None], 1, False, limits, lambda *what: crashed.append(what))
     assert found == {0: ("lost", "it closed its pipe and did not end"), 1: ("done", "fine")}
-    assert crashed == [(0, "it closed its pipe and did not end")]
+    assert crashed == [(0, "it closed its pipe and did not end", 0.0)]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.lib import gloo_ranks
@@ -21,11 +22,10 @@ from vllm_moe_oracle.core.problem import Parallel, Problem
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import lookup
-from vllm_moe_oracle.measurements.bench_records import silence
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import Store
-from vllm_moe_oracle.methods import backend_selection, first_start, load_caches, measure_hook, rank_sync
+from vllm_moe_oracle.methods import backend_selection, first_start, measure_hook, rank_sync
 from vllm_moe_oracle.oracle.selection import decide
 
 A100 = dataclasses.replace(H200, name="NVIDIA A100", capability=80, sm_count=108)
@@ -85,7 +85,7 @@ def _start_of_its_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
 
 def new_start() -> None:
     first_start.forget_start()
-    load_caches.end_load()
+    backend_selection.reset()
 
 
 def asked(folder: Path, **assignments: str) -> settings.Settings:
@@ -135,7 +135,8 @@ def test_what_may_only_compile_slowly_gets_more_time_at_the_next_start(tmp_path:
     chosen, store = asked(tmp_path), Store(tmp_path)
 
     def keep_silent(seconds: float) -> None:
-        failed = [Sample("static", "16bit", count, "uniform", failure=silence(seconds)) for count in COUNTS]
+        silent = Sample("static", "16bit", 1, "uniform", failure="in whatever words", silent_seconds=seconds)
+        failed = [msgspec.structs.replace(silent, tokens=count) for count in COUNTS]
         store.prepare()
         store.add(Environment.of(A100), kernel_shape_of(LAYER), failed)
         new_start()

@@ -26,6 +26,7 @@ class MeasurementSet:
             pair that is not named the errors of both are independent.
         filled: predicted times of backends at the few numbers of tokens at which they were not measured, as in `times`.
         cell_errors: standard deviations of the logarithm of a single predicted time, by backend.
+        silent_seconds: how long backends were waited for that did not return, by name; they are among `failures`.
     """
 
     times: Mapping[str, Latencies] = field(default_factory=dict)
@@ -37,6 +38,7 @@ class MeasurementSet:
     ratio_errors: Mapping[frozenset[str], float] = field(default_factory=dict)
     filled: Mapping[str, Latencies] = field(default_factory=dict)
     cell_errors: Mapping[str, float] = field(default_factory=dict)
+    silent_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def ratio_error(self, one: str, other: str) -> float:
         """Standard deviation of the logarithm of the ratio of two backends' times; 0 where both were measured."""

@@ -140,12 +140,20 @@ def silence(seconds: float) -> str:
 _SILENCE = re.compile(r"did not come back within ([\d.e+]{1,10}) s")
 
 
-def needs_longer(failure: str, seconds: float) -> bool:
-    """Whether a failure is that of a backend that had clearly less than so many seconds: it may only compile slowly."""
-    found = _SILENCE.search(failure)
+def silent_seconds(sample: Sample) -> float:
+    """How long a backend was waited for that did not return; 0 for a time or another failure."""
+    if sample.silent_seconds:
+        return sample.silent_seconds
+    found = _SILENCE.search(sample.failure)  # caches from before the field have the number in the words alone
     with contextlib.suppress(ValueError):
-        return found is not None and float(found[1]) < 0.9 * seconds
-    return False
+        return float(found[1]) if found is not None else 0.0
+    return 0.0
+
+
+def needs_longer(waited: float, seconds: float) -> bool:
+    """Whether a backend did not return (`waited` > 0) and had clearly less than so many seconds: it may only compile
+    slowly."""
+    return 0 < waited < 0.9 * seconds
 
 
 def read_samples(path: Path) -> tuple[Environment, dict[str, str], dict[KernelShape, list[Sample]]]:

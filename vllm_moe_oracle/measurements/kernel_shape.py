@@ -170,6 +170,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         router: whether the time includes top-k over the router's logits.
         failure: why there is no time; "" otherwise. The numbers of a failure are 0, except `tokens`.
         tile: the fastest tile configuration, as JSON; "" for the backend's own choice.
+        silent_seconds: of a failure, how long the backend was waited for, which did not return; 0 for any other.
     """
 
     backend: str
@@ -184,6 +185,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     router: bool = False
     failure: str = ""
     tile: str = ""
+    silent_seconds: float = 0.0
 
     @property
     def key(self) -> tuple[str, RoutingKind, int]:
@@ -196,7 +198,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         if not (self.backend and is_displayable(self.backend, self.activations) and 1 <= self.tokens <= MAX_TOKENS):
             return False
         if self.failure:
-            return len(self.failure) <= MAX_FAILURE_CHARS
+            return len(self.failure) <= MAX_FAILURE_CHARS and 0 <= self.silent_seconds < math.inf
         if len(self.tile) > MAX_TILE_CHARS or not self.tile.isprintable():
             return False
         times = (self.low, self.us, self.high)

@@ -29,6 +29,7 @@ from ..oracle.selection import equivalent_backends, evaluate_candidates
 from ..settings import Settings, cache_dir
 from ..untrusted import boundary
 from . import environment, latency_model, profile
+from .bench_records import silent_seconds
 from .environment import Environment
 from .kernel_shape import KernelShape, Sample, kernel_shape_of
 from .missing_times import Predict, fill_missing
@@ -80,7 +81,7 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
 
     remarks: list[str] = []
     first: MeasurementSet | None = None
-    failures: dict[str, str] = {}
+    earlier = MeasurementSet()
     registry = default_registry()  # of a third party's disabled backend no method is called
     uncalled = {each for each in settings.disable if each in registry and not is_own(registry[each])}
     for name, read in _sources(settings, device):
@@ -89,25 +90,27 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
                 for valid in _valid_samples(name, read(shape), here, remarks):
                     samples = [each for each in valid.samples if each.backend not in uncalled]
                     measured = _measurement_set(f"{name} ({valid.environment})", samples, problem)
-                    measured = _usable_here(measured, valid, here, failures, remarks)
+                    measured = _usable_here(measured, valid, here, earlier, remarks)
                     measured = _completed(measured, _compared_backends(judged), settings, predicted_here)
                     why = _why_undecided(measured, judged, settings)
-                    failures |= measured.failures
+                    earlier = measured
                     if not why:
                         return measured
                     remarks.append(why)
                     first = first or measured
         except (MeasurementError, SettingError) as error:
             remarks.append(sanitize(f"{name} is not used: {error}"))
-    accepted = [each.backend for each in judged if each.accepted and each.backend not in failures]
-    predicted = dataclasses.replace(predicted_here(accepted), failures=dict(failures))
+    accepted = [each.backend for each in judged if each.accepted and each.backend not in earlier.failures]
+    predicted = dataclasses.replace(
+        predicted_here(accepted), failures=earlier.failures, silent_seconds=earlier.silent_seconds
+    )
     if predicted.times and not _why_undecided(predicted, judged, settings):
         return dataclasses.replace(predicted, remarks=(*remarks, *predicted.remarks))
     return first or MeasurementSet(remarks=(*remarks, *predicted.remarks))
 
 
 def _usable_here(
-    measured: MeasurementSet, valid: _ValidSamples, here: Environment, failures: dict[str, str], remarks: list[str]
+    measured: MeasurementSet, valid: _ValidSamples, here: Environment, earlier: MeasurementSet, remarks: list[str]
 ) -> MeasurementSet:
     """A source's times, with what is said of them on this machine.
 
@@ -115,10 +118,11 @@ def _usable_here(
         measured: the source's times.
         valid: where they were taken.
         here: this machine.
-        failures: of earlier sources: a backend that failed there is not chosen by the times of this one.
+        earlier: of the source before, with the failures of all before: a backend that failed there is not chosen by the
+            times of this one.
         remarks: on earlier sources.
     """
-    times = {backend: each for backend, each in measured.times.items() if backend not in failures}
+    times = {backend: each for backend, each in measured.times.items() if backend not in earlier.failures}
     errors, changed = release_errors(times, valid.environment, here)
     said = [f"measured with {', '.join(valid.differences)}"] * bool(valid.differences) + changed + remarks
     # Other code may have another defect, or none.
@@ -129,7 +133,16 @@ def _usable_here(
     if tiles and not environment.same_kernel_code(valid.environment, here):
         tiles = {}
         said.append("measured tile configurations are ignored: other kernel sources or another Triton")
-    return MeasurementSet(times, measured.source, {**failures, **found}, tuple(said), tiles, errors)
+    silent = {name: seconds for name, seconds in measured.silent_seconds.items() if name not in outdated}
+    return MeasurementSet(
+        times,
+        measured.source,
+        {**earlier.failures, **found},
+        tuple(said),
+        tiles,
+        errors,
+        silent_seconds={**earlier.silent_seconds, **silent},
+    )
 
 
 def release_errors(names: Iterable[str], there: Environment, here: Environment) -> tuple[dict[str, float], list[str]]:
@@ -315,7 +328,12 @@ def _measurement_set(source: str, samples: Iterable[Sample], problem: Problem) -
     counts = sorted({each.tokens for each in timed if each.routing == "uniform"})
     own = {name: [each for each in timed if each.backend == name] for name in times}
     tiles = {name: rows for name, found in own.items() if (rows := _tile_ranges(found, counts))}
-    return MeasurementSet(times, source, failures, tiles=tiles)
+    silent = {
+        name: waited
+        for name in failed
+        if (waited := silent_seconds(_first_failure(each for each in known if each.backend == name and each.failure)))
+    }
+    return MeasurementSet(times, source, failures, tiles=tiles, silent_seconds=silent)
 
 
 def _says_something(sample: Sample, problem: Problem) -> bool:
@@ -327,12 +345,15 @@ def _says_something(sample: Sample, problem: Problem) -> bool:
     )
 
 
+def _first_failure(failed: Iterable[Sample]) -> Sample:
+    """The failure that is reported: under uniform routing, if there is one, with the fewest tokens."""
+    return min(failed, key=lambda each: (each.routing != "uniform", each.tokens))
+
+
 def _summarize_failures(samples: list[Sample]) -> str:
     """Why a backend must not be chosen. Names the number of tokens if it did not fail everywhere."""
-    failed = sorted(
-        (each for each in samples if each.failure), key=lambda each: (each.routing != "uniform", each.tokens)
-    )
-    first = failed[0]
+    failed = [each for each in samples if each.failure]
+    first = _first_failure(failed)
     why = sanitize(first.failure)
     if len(failed) == len(samples):
         return why

@@ -15,7 +15,7 @@ from ..core.objectives import Objective, parse_objective
 from ..core.problem import Problem
 from ..devices import detect
 from ..errors import MeasurementError
-from ..measurements.bench_records import needs_longer
+from ..measurements.bench_records import needs_longer, silent_seconds
 from ..measurements.environment import Environment
 from ..measurements.kernel_shape import kernel_shape_of
 from ..measurements.roofline import expert_bytes
@@ -100,8 +100,11 @@ def measure(
     gpu = detect.current_gpu_name(get_env(VISIBLE_GPUS_VAR)) if device.kind == "cuda" else None
     first, last = silence_limits(settings.measure_at_start)
     here = Environment.of(device)
-    known = [
-        each.failure for there, samples in store.samples(kernel_shape_of(problem)) if there == here for each in samples
+    waited = [
+        silent_seconds(each)
+        for there, samples in store.samples(kernel_shape_of(problem))
+        if there == here
+        for each in samples
     ]
     options = tuning.TuneOptions(
         counts,
@@ -110,7 +113,7 @@ def measure(
         SECONDS_PER_COUNT,
         gpus=(gpu,),
         backends=names,
-        silence=last if any(needs_longer(each, last) for each in known) else first,
+        silence=last if any(needs_longer(each, last) for each in waited) else first,
     )
     if device.kind == "cuda" and tuning.is_incomplete(problem, device, settings, store, options):
         _check_memory(required_bytes(problem, len(names), max(counts)))

@@ -17,7 +17,7 @@ from ..core.problem import Device, Problem
 from ..devices.detect import detect
 from ..errors import MeasurementError, mentions_out_of_memory
 from ..measurements import environment, latency_model
-from ..measurements.bench_records import needs_longer
+from ..measurements.bench_records import needs_longer, silent_seconds
 from ..measurements.environment import Environment
 from ..measurements.kernel_shape import KernelShape, RoutingKind, Sample, kernel_shape_of
 from ..measurements.profile import Profile
@@ -243,7 +243,7 @@ def _missing_steps(
         outcome.samples = [
             each
             for each in _known_samples(shape, Environment.of(device), store, known)
-            if not needs_longer(each.failure, math.inf if options.silence is None else options.silence)
+            if not needs_longer(silent_seconds(each), math.inf if options.silence is None else options.silence)
         ]
     measured = {each.key for each in outcome.samples}
     names = _without_failed(names, outcome)
@@ -290,14 +290,14 @@ def _tune_on_gpus(
     done = [0] * len(tasks)
     running: dict[int, str] = {}
 
-    def record_crash(index: int, why: str) -> None:
+    def record_crash(index: int, why: str, silent: float) -> None:
         """Stores which backend took its process down, and leaves it out of the next one."""
         if name := running.pop(index, ""):
             task, outcome = tasks[index], TuneOutcome(tasks[index].problem)
             shape = kernel_shape_of(task.problem)
             if why:
                 steps = _missing_steps(shape, outcome, task.device, task.settings, task.store, task.options, task.known)
-                _store_failure(task, shape, name, why, steps)
+                _store_failure(task, shape, name, why, steps, silent)
             left_out = dataclasses.replace(task.options, without=(*task.options.without, name))
             tasks[index] = dataclasses.replace(task, options=left_out)
 
@@ -452,9 +452,15 @@ class _LayerTuning:
 
 
 def _store_failure(
-    task: _TuneTask | _LayerTuning, shape: KernelShape, backend: str, failure: str, steps: Sequence[_Step]
+    task: _TuneTask | _LayerTuning,
+    shape: KernelShape,
+    backend: str,
+    failure: str,
+    steps: Sequence[_Step],
+    silent: float = 0.0,
 ) -> None:
-    """Stores why a backend took its process down, so that the next one leaves it out; not a lack of memory.
+    """Stores why a backend took its process down, so that the next one leaves it out; not a lack of memory. `silent`:
+    `Sample.silent_seconds`.
 
     Raises:
         MeasurementError: it cannot be stored.
@@ -462,5 +468,7 @@ def _store_failure(
     if task.store is None or backend not in default_registry() or mentions_out_of_memory(failure):
         return
     precision = default_registry()[backend].activations(task.problem)
-    samples = [Sample(backend, precision, count, routing, failure=failure) for routing, count in steps]
+    samples = [
+        Sample(backend, precision, count, routing, failure=failure, silent_seconds=silent) for routing, count in steps
+    ]
     task.store.add(Environment.of(task.device), shape, samples)

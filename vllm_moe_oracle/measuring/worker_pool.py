@@ -55,13 +55,13 @@ TaskFunction = Callable[[Any, SendProgress], Any]
 _KILL_SECONDS = 10.0
 """Seconds that a killed worker is waited for: a GPU that hangs may hold its process."""
 
-OnCrash = Callable[[int, str], None]
-"""Called with a task whose worker ended by what it ran, or was silent for too long, and why ("" where the worker
-reported a broken context, which it has stored): before the task is given to a new worker. Workers that others killed do
-not count."""
+OnCrash = Callable[[int, str, float], None]
+"""Called with a task whose worker ended by what it ran, or was silent for too long, why ("" where the worker
+reported a broken context, which it has stored), and the seconds of silence, 0 if it ended otherwise: before the task is
+given to a new worker. Workers that others killed do not count."""
 
 
-def _ignore_crash(task: int, why: str) -> None:
+def _ignore_crash(task: int, why: str, silent: float) -> None:
     """The usual `OnCrash`."""
 
 
@@ -140,7 +140,8 @@ def run_tasks(
         attempts: number of workers that a task may take down before it is lost.
         quiet: whether workers log errors only. Sixteen workers would repeat the same warnings.
         limits: when workers are killed.
-        on_crash: called with each task that took its worker down, and why; "" where the task has stored that itself.
+        on_crash: called with each task that took its worker down, why ("" where the task has stored that itself), and
+            the seconds of silence after which the worker was killed, 0 if it ended otherwise.
 
     Yields:
         Progress and outcomes, as they arrive.
@@ -210,7 +211,7 @@ class _Pool:
         limit = self.limits.silence
         if limit is not None:
             for connection in [each for each, worker in self.workers.items() if worker.silent_for(limit)]:
-                yield from self.reap(connection, silence(limit))
+                yield from self.reap(connection, limit)
 
     def assign(self, connection: Connection) -> None:
         """Sends the next task to a worker; None, which ends it, if no task waits."""
@@ -248,22 +249,23 @@ class _Pool:
         else:
             raise RuntimeError(f"in a worker process:\n{value}")
 
-    def reap(self, connection: Connection, silent: str = "") -> Iterator[TaskEvent]:
+    def reap(self, connection: Connection, silent: float = 0.0) -> Iterator[TaskEvent]:
         """Removes a dead worker, retries or gives up its task, and starts a new worker if tasks wait.
 
         Args:
             connection: the worker's pipe.
-            silent: why it was killed here; "" if it ended otherwise.
+            silent: seconds of silence for which it was killed here; 0 if it ended otherwise.
         """
         worker = self.workers.pop(connection)
         connection.close()
-        if not (silent or worker.has_ended() or worker.broken):
-            silent = "it closed its pipe and did not end"
+        killed = silence(silent) if silent else ""
+        if not (killed or worker.has_ended() or worker.broken):
+            killed = "it closed its pipe and did not end"
         code = worker.end() if worker.process.returncode is None else worker.process.returncode
         if worker.task is not None:
-            why = silent or worker.broken or _exit_reason(code)
-            if silent or worker.broken or code not in _KILLED_BY_OTHERS:
-                self.on_crash(worker.task, "" if worker.broken and not silent else why)
+            why = killed or worker.broken or _exit_reason(code)
+            if killed or worker.broken or code not in _KILLED_BY_OTHERS:
+                self.on_crash(worker.task, "" if worker.broken and not killed else why, silent)
             self.deaths[worker.task] += 1
             if self.deaths[worker.task] < self.attempts:
                 self.waiting.appendleft(worker.task)

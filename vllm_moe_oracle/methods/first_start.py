@@ -23,7 +23,6 @@ from ..oracle.registry import REFERENCE_BACKEND
 from ..oracle.selection import equivalent_backends
 from ..settings import Settings, env_var
 from . import backend_selection, measure_hook, rank_sync
-from .load_caches import per_load
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -59,15 +58,20 @@ class _Start:
 
 
 _start = _Start()
-_asked: set[Problem] = per_load(set())
+_asked: set[Problem] = set()
 """Kinds of layers of the load whose ranks have come here."""
+
+
+def reset() -> None:
+    """Ends a load: the ranks of another one come here again."""
+    _asked.clear()
 
 
 def forget_start() -> None:
     """Forgets what was measured and spent, for tests that start several servers in one process."""
     global _start
     _start = _Start()
-    _asked.clear()
+    reset()
 
 
 def measure_if_undecided(
@@ -150,7 +154,7 @@ def _may_be_slow(problem: Problem, settings: Settings) -> bool:
     """Whether an earlier start killed a backend that another one would give more time."""
     found = backend_selection.measurements_for(problem, settings)
     longest = measure_hook.silence_limits(settings.measure_at_start)[-1]
-    return found is not None and any(needs_longer(each, longest) for each in found.failures.values())
+    return found is not None and any(needs_longer(each, longest) for each in found.silent_seconds.values())
 
 
 def _measure(
