@@ -33,7 +33,7 @@ from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import FILE_NAME, Store
 from vllm_moe_oracle.measuring import at_start, tuning
-from vllm_moe_oracle.methods import backend_selection, first_start, measure_hook, rank_sync
+from vllm_moe_oracle.methods import backend_selection, first_start, load_caches, measure_hook, rank_sync
 from vllm_moe_oracle.oracle import measured_choice, selection
 
 LAYER = LAYERS["mxfp8"]
@@ -96,7 +96,7 @@ def _hook(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield
     measure_hook.set_measure(of_the_plugin)
     first_start.forget_start()
-    backend_selection.reset()
+    load_caches.end_load()
 
 
 def asked(folder: Path, budget: float = BUDGET, **assignments: str) -> settings.Settings:
@@ -107,7 +107,7 @@ def asked(folder: Path, budget: float = BUDGET, **assignments: str) -> settings.
 def start(chosen: settings.Settings, layers: list[Problem] | None = None) -> list[Decision]:
     """What a new server decides, as its methods do."""
     first_start.forget_start()
-    backend_selection.reset()
+    load_caches.end_load()
     found = []
     for layer in layers or [LAYER]:
 

@@ -25,7 +25,7 @@ from vllm_moe_oracle.measurements import lookup
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import Store
-from vllm_moe_oracle.methods import backend_selection, first_start, measure_hook, rank_sync
+from vllm_moe_oracle.methods import backend_selection, first_start, load_caches, measure_hook, rank_sync
 from vllm_moe_oracle.oracle.selection import decide
 
 A100 = dataclasses.replace(H200, name="NVIDIA A100", capability=80, sm_count=108)
@@ -85,7 +85,7 @@ def _start_of_its_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
 
 def new_start() -> None:
     first_start.forget_start()
-    backend_selection.reset()
+    load_caches.end_load()
 
 
 def asked(folder: Path, **assignments: str) -> settings.Settings:

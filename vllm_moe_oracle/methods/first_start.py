@@ -23,6 +23,7 @@ from ..oracle.registry import REFERENCE_BACKEND
 from ..oracle.selection import equivalent_backends
 from ..settings import Settings, env_var
 from . import backend_selection, measure_hook, rank_sync
+from .load_caches import per_load
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -58,20 +59,15 @@ class _Start:
 
 
 _start = _Start()
-_asked: set[Problem] = set()
+_asked: set[Problem] = per_load(set())
 """Kinds of layers of the load whose ranks have come here."""
-
-
-def reset() -> None:
-    """Ends a load: the ranks of another one come here again."""
-    _asked.clear()
 
 
 def forget_start() -> None:
     """Forgets what was measured and spent, for tests that start several servers in one process."""
     global _start
     _start = _Start()
-    reset()
+    _asked.clear()
 
 
 def measure_if_undecided(
