@@ -105,6 +105,26 @@ def read_file(path: Path | str, most: int, kind: type[OracleError]) -> bytes:
         return bytes(data)
 
 
+def complete_lines(path: Path, most: int, kind: type[OracleError]) -> tuple[list[bytes], bytes]:
+    """The lines of a file to which a process appends one after the other, and what it has begun of another one: it may
+    have been killed.
+
+    Args:
+        path: the file.
+        most: bytes of the largest file that is read.
+        kind: the error to raise.
+
+    Returns:
+        Complete lines without their ends, and the unfinished one, which is empty where there is none.
+
+    Raises:
+        OracleError: see `read_file`.
+    """
+    # Not `str.splitlines`, which ends lines at characters that JSON strings may hold.
+    *lines, unfinished = read_file(path, most, kind).split(b"\n")
+    return lines, unfinished
+
+
 def check_values(data: bytes, kind: type[OracleError], where: str) -> None:
     """Refuses JSON that has more than `MAX_VALUES` values, before it is parsed: parsed, a value of three bytes takes
     a hundred.

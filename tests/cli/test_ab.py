@@ -321,6 +321,13 @@ def test_an_ended_run_goes_on_where_it_stopped(run: Run, monkeypatch: pytest.Mon
     assert (tmp_path / "turns.jsonl").read_text().count('"turn"') == 2
 
 
+def test_a_run_goes_on_whatever_characters_its_options_have(tmp_path: Path) -> None:
+    """Some end a line of text, and stand in JSON as they are."""
+    identity = {"model": "a\u2028b\x85c\nd", "loads": []}
+    kept_turns.KeptTurns(tmp_path, identity, resume=False).keep_first({"stock": 2.0})
+    assert kept_turns.KeptTurns(tmp_path, identity, resume=True).first == {"stock": 2.0}
+
+
 FIGURES = '"16":{"completed":1,"failed":0,"output_throughput":8.5,"median_ttft_ms":1,"median_itl_ms":1}'
 
 
@@ -336,7 +343,7 @@ def turn_with(seconds: float, results: str) -> str:
         ("[]\n", "holds the turns of another model"),
         ("{", "holds the turns of another model"),
         ("{\n", "is not JSON"),
-        ("\xff\n", "does not hold the turns of a run"),
+        ("\xff\n", "is not JSON"),
         ("SAME\n[1]\n", "does not hold the turns of a run"),
         ('SAME\n{"turn":1,"kind":"stock"}\n', "does not hold the turns of a run"),
         ('SAME\n{"first":{"stock":"x"}}\n', "does not hold the turns of a run"),

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ..errors import MeasurementError
-from ..untrusted import boundary, parse_json, read_file
+from ..untrusted import boundary, complete_lines, parse_json
 from ..whole_files import append_whole, write_whole
 from .served_benchmark import BenchResult
 
@@ -84,12 +84,8 @@ class KeptTurns:
 
     def _read(self, identity: Any) -> None:
         where = str(self._path)
-        text = read_file(self._path, _MAX_BYTES, MeasurementError)
-        with boundary(MeasurementError, "does not hold the turns of a run", where=where):
-            lines = text.decode().splitlines()
-        # A run that was killed may have left the last line unfinished.
-        whole = lines if text.endswith(b"\n") else lines[:-1]
-        head, *rest = [parse_json(line.encode(), MeasurementError, where) for line in whole] or [None]
+        lines, _ = complete_lines(self._path, _MAX_BYTES, MeasurementError)
+        head, *rest = [parse_json(line, MeasurementError, where) for line in lines] or [None]
         if head != identity:
             raise MeasurementError(
                 "holds the turns of another model, other options or other packages",
@@ -107,7 +103,7 @@ class KeptTurns:
                         raise ValueError(f"turn {served.turn} of {served.kind} lacks figures, or they are not positive")
                     self.served[served.turn, served.kind] = served
         with self._writing():
-            write_whole(self._path, "".join(f"{line}\n" for line in whole).encode())
+            write_whole(self._path, b"".join(line + b"\n" for line in lines))
 
     def keep_first(self, seconds: dict[str, float]) -> None:
         """Keeps the seconds of the first starts."""

@@ -33,7 +33,7 @@ from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import decide, is_final, remaining_candidates
 from ..oracle.stock_kernels import stock_candidate
 from ..settings import AUTO, Settings
-from ..untrusted import boundary, describe, parse_json, read_file
+from ..untrusted import boundary, complete_lines, describe, parse_json
 
 if TYPE_CHECKING:
     from ..compat.adapter import Adapter
@@ -391,10 +391,8 @@ def _read_results(
     path: Path, header: Mapping[str, str], known: set[tuple[str, str]]
 ) -> tuple[dict[tuple[str, str], LayerResult], int]:
     """Results by layer and backend, and the bytes of complete lines."""
-    data = read_file(path, _MAX_RESUME_BYTES, MeasurementError)
-    size = data.rfind(b"\n") + 1
-    lines = data[:size].splitlines()
-    if not data:
+    lines, unfinished = complete_lines(path, _MAX_RESUME_BYTES, MeasurementError)
+    if not lines and not unfinished:
         return {}, 0
     remedy = "Name another file, or remove this one to begin anew"
     first = parse_json(lines[0], MeasurementError, f"{path}, line 1") if lines else None
@@ -414,4 +412,4 @@ def _read_results(
         if (result.layer, result.backend) not in known:
             raise MeasurementError("is of a layer or backend that is not verified", remedy, where)
         found[result.layer, result.backend] = result
-    return found, size
+    return found, sum(len(line) + 1 for line in lines)
