@@ -354,12 +354,12 @@ def turn_with(seconds: float, results: str) -> str:
 )
 def test_what_cannot_be_gone_on_with_is_refused(text: str | None, said: str, run: Run, tmp_path: Path) -> None:
     command = ("ab", "model", "--turns", 1, "--no-first-starts", "--logs", tmp_path)
-    assert run(*command).status == 0
     path = tmp_path / "turns.jsonl"
-    same = path.read_text().splitlines()[0]
-    path.unlink()
     if text is not None:
-        path.write_bytes(text.replace("SAME", same).encode("latin-1"))
+        if "SAME" in text:
+            assert run(*command).status == 0
+            text = text.replace("SAME", path.read_text().splitlines()[0])
+        path.write_bytes(text.encode("latin-1"))
     result = run(*command, "--resume")
     assert (result.status, result.out, result.err.count("\n")) == (2, "", 1) and said in result.err, result.err
     assert "--logs" in run("ab", "model", "--resume").err

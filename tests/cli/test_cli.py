@@ -1146,29 +1146,38 @@ def test_status_shows_why_the_plugin_is_off_and_a_setting_that_is_wrong() -> Non
         ({"MOE_ORACLE_DISABLE": "foo"}, "environment variable MOE_ORACLE_DISABLE: 'foo' is not a backend. Valid are"),
     ],
 )
-def test_status_checks_names_of_backends(variables: dict[str, str], said: str) -> None:
-    ended = python(*TOOL, "status", MOE_ORACLE_ENABLED="0", **variables)
-    assert ended.returncode == 2 and said in ended.stderr
+def test_status_checks_names_of_backends(
+    variables: dict[str, str], said: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"MOE_ORACLE_ENABLED": "0", **variables}.items():
+        monkeypatch.setenv(name, value)
+    ended = run("status")
+    assert ended.status == 2 and said in ended.err
 
 
-def test_status_says_that_a_strict_server_would_not_start() -> None:
-    ended = python(
-        "-m", "vllm_moe_oracle.cli.main", "status", MOE_ORACLE_STRICT="1", MOE_ORACLE_SELF_CHECK="yes", COLUMNS="300"
-    )
-    assert ended.returncode == 2 and "stock vLLM serves" not in ended.stdout + ended.stderr
-    assert re.search(r"not active: the start of a server would end with: .*'yes' is not one of off", ended.stdout)
+def test_status_says_that_a_strict_server_would_not_start(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MOE_ORACLE_STRICT": "1", "MOE_ORACLE_SELF_CHECK": "yes", "COLUMNS": "300"}.items():
+        monkeypatch.setenv(name, value)
+    ended = run("status")
+    assert ended.status == 2 and "stock vLLM serves" not in ended.out + ended.err
+    assert re.search(r"not active: the start of a server would end with: .*'yes' is not one of off", ended.out)
 
 
-def test_status_says_that_a_report_cannot_be_written() -> None:
-    ended = python(*TOOL, "status", MOE_ORACLE_ENABLED="0", MOE_ORACLE_REPORT="/nope/x")
-    said = "MOE_ORACLE_REPORT: /nope/x cannot be written: there is no directory /nope"
-    assert ended.returncode == 0 and said in ended.stderr
-
-
-def test_status_survives_a_report_whose_name_is_too_long() -> None:
-    path = f"/tmp/{'x' * 300}"
-    ended = python(*TOOL, "status", MOE_ORACLE_ENABLED="0", MOE_ORACLE_REPORT=path)
-    assert ended.returncode == 0 and "cannot be written: File name too long" in ended.stderr
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/nope/x", "MOE_ORACLE_REPORT: /nope/x cannot be written: there is no directory /nope"),
+        (f"/tmp/{'x' * 300}", "cannot be written: File name too long"),
+    ],
+    ids=["no folder", "a long name"],
+)
+def test_status_says_that_a_report_cannot_be_written(
+    path: str, said: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_ORACLE_ENABLED", "0")
+    monkeypatch.setenv("MOE_ORACLE_REPORT", path)
+    ended = run("status")
+    assert ended.status == 0 and said in ended.err
 
 
 def test_status_names_backends_and_counts_patches_in_words() -> None:

@@ -348,20 +348,16 @@ def test_the_winner_is_marked_and_no_line_breaks_inside_a_pair(run: Run, monkeyp
         ("verify x --device cu", "cuda"),
     ], 4),
 )  # fmt: skip
-def test_shells_complete_commands_and_values(words: str, said: str) -> None:
+def test_shells_complete_commands_and_values(words: str, said: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     line = f"vllm-moe-oracle {words}"
-    environment = {
-        **os.environ,
-        "_VLLM_MOE_ORACLE_COMPLETE": "complete_bash",
-        "COMP_WORDS": line,
-        "COMP_CWORD": str(len(line.split()) - 1),
-    }
-    command = [sys.executable, "-m", "vllm_moe_oracle.cli.main"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 0 and said in ended.stdout.split(), ended.stderr
+    monkeypatch.setenv("_VLLM_MOE_ORACLE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+    ended = run()
+    assert ended.status == 0 and said in ended.out.split(), ended.err
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", sampled(["bash", "zsh", "fish"], 3))
 def test_scripts_for_completion_are_printed(shell: str) -> None:
     environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     command = [sys.executable, "-m", "vllm_moe_oracle.cli.main", "--show-completion", shell]

@@ -8,6 +8,7 @@ import pytest
 
 from tests.lib.fresh_process import python
 from tests.lib.missing_packages import BLOCKED, ENGINE, without
+from tests.lib.tiers import sampled
 
 PLOTS = ("matplotlib", "jinja2")
 
@@ -16,10 +17,10 @@ PLOTS = ("matplotlib", "jinja2")
     "line",
     [
         ("explain", "CONFIG", "--device", "nvidia-h200"),
-        ("explain", "CONFIG", "--device", "nvidia-h200", "--json"),
-        ("status",),
         ("status", "--json"),
-        ("--help",),
+        pytest.param(("explain", "CONFIG", "--device", "nvidia-h200", "--json"), marks=pytest.mark.full),
+        pytest.param(("status",), marks=pytest.mark.full),
+        pytest.param(("--help",), marks=pytest.mark.full),
     ],
     ids=" ".join,
 )
@@ -30,8 +31,11 @@ def test_what_needs_neither_torch_nor_vllm_runs(line: tuple[str, ...], tmp_path:
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
 
 
-@pytest.mark.parametrize("command", ["tune", "bench"])
-@pytest.mark.parametrize("missing", [ENGINE, ("torch",)], ids=["engine", "torch"])
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    sampled([("tune", ENGINE), ("tune", ("torch",)), ("bench", ENGINE), ("bench", ("torch",))], 3),
+    ids=["tune-engine", "tune-torch", "bench-engine", "bench-torch"],
+)
 def test_what_measures_says_in_one_line_what_it_needs(command: str, missing: tuple[str, ...], tmp_path: Path) -> None:
     ended = without(missing, command, "mxfp8:qwen3-30b-a3b", cwd=tmp_path)
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
