@@ -328,12 +328,17 @@ def _measurement_set(source: str, samples: Iterable[Sample], problem: Problem) -
     counts = sorted({each.tokens for each in timed if each.routing == "uniform"})
     own = {name: [each for each in timed if each.backend == name] for name in times}
     tiles = {name: rows for name, found in own.items() if (rows := _tile_ranges(found, counts))}
-    silent = {
-        name: waited
-        for name in failed
-        if (waited := silent_seconds(_first_failure(each for each in known if each.backend == name and each.failure)))
-    }
-    return MeasurementSet(times, source, failures, tiles=tiles, silent_seconds=silent)
+    return MeasurementSet(times, source, failures, tiles=tiles, silent_seconds=_silent_backends(known))
+
+
+def _silent_backends(samples: Iterable[Sample]) -> dict[str, float]:
+    """How long each backend was waited for that did not return, by the failure that is reported of it."""
+    failed: dict[str, list[Sample]] = {}
+    for each in samples:
+        if each.failure:
+            failed.setdefault(each.backend, []).append(each)
+    waited = {name: silent_seconds(_first_failure(found)) for name, found in failed.items()}
+    return {name: seconds for name, seconds in waited.items() if seconds}
 
 
 def _says_something(sample: Sample, problem: Problem) -> bool:
