@@ -18,11 +18,14 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from . import settings
+from .core.decision import Reason
 from .errors import MeasurementError, sanitize
 from .untrusted import parse_json, read_file
 
@@ -44,6 +47,86 @@ under the same version; one that goes or changes its meaning raises it."""
 
 MAX_RECORD_BYTES = 1 << 24
 """Bytes of a server's records that are read. What is larger is not the record of its processes, and is ignored."""
+
+
+class RecordedReason(msgspec.Struct, frozen=True):
+    """Why a backend cannot run a group of layers; `str` is that of `core.decision.Reason`."""
+
+    detail: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return str(Reason("", self.detail, self.remedy))
+
+
+class RecordedCandidate(msgspec.Struct, frozen=True):
+    """A backend's verdict on a group of layers."""
+
+    backend: str
+    accepted: bool
+    reasons: list[RecordedReason] = []
+
+
+class RecordedDecision(msgspec.Struct, frozen=True):
+    """Which backend runs a group of layers, and what decided."""
+
+    backend: str
+    why: str = ""
+    explanation: str = ""
+    numerics: str = ""
+
+
+class RecordedScheme(msgspec.Struct, frozen=True):
+    """The format of a group of layers."""
+
+    name: str = ""
+    bits: int = 0
+
+
+class RecordedProblem(msgspec.Struct, frozen=True):
+    """What a group of layers is."""
+
+    scheme: RecordedScheme = RecordedScheme()
+
+
+class RecordedGroup(msgspec.Struct, frozen=True):
+    """Layers that are decided alike."""
+
+    layers: list[str]
+    decision: RecordedDecision
+    count: int = 0
+    problem: RecordedProblem = RecordedProblem()
+    candidates: list[RecordedCandidate] = []
+
+
+class RecordedDevice(msgspec.Struct, frozen=True):
+    """The device of a server's process."""
+
+    name: str = ""
+
+
+class ServerRecord(msgspec.Struct, frozen=True):
+    """The fields of a decision record that are read from a report; `decision_record.schema.json` describes them.
+
+    Others are ignored, and those that another release may lack have defaults.
+    """
+
+    groups: list[RecordedGroup]
+    moe_oracle: str = ""
+    vllm: str | None = ""
+    device: RecordedDevice = RecordedDevice()
+    moe_layers: int = 0
+    served: int = 0
+    left_to_stock: dict[str, str] = {}
+    rank: int = 0
+    ranks: int = 1
+    host: str = ""
+    process: int = 0
+
+    def process_and_layers(self) -> tuple[object, set[str]]:
+        """What `last_of_each_load` asks of a record: the process, and names of the layers that run through the
+        oracle."""
+        return (self.host, self.process), {layer for group in self.groups for layer in group.layers}
 
 
 def last_of_each_load(
@@ -68,12 +151,6 @@ def last_of_each_load(
         last[process] = index, layers
         found[index] = record
     return list(found.values())
-
-
-def process_and_layers(record: Mapping[str, Any]) -> tuple[object, set[str]]:
-    """What `last_of_each_load` asks of a record as it is written."""
-    names = {layer for group in record["groups"] for layer in group["layers"]}
-    return (record["host"], record["process"]), names
 
 
 def reserve_dir() -> None:

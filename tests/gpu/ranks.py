@@ -37,13 +37,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from tests.lib import adapters, checkpoints, integer_checkpoints, reference
 from tests.lib.integer_checkpoints import Integers
 from tests.lib.served import PROMPT, difference, tolerance
-from vllm_moe_oracle.decision_records import last_of_each_load, process_and_layers
+from vllm_moe_oracle.decision_records import ServerRecord, last_of_each_load
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 4
@@ -288,7 +289,9 @@ def serve(folder: Path, job: dict[str, Any], first: int = 0) -> dict[str, Any]:
         output = f"{process.communicate()[0]}\nerror: ended after {SECONDS} s"
     result = json.loads(files[1].read_text())[0] if files[1].exists() else {"error": "no result"}
     lines = files[2].read_text().splitlines() if files[2].exists() else []
-    records = last_of_each_load(map(json.loads, lines), process_and_layers)
+    records = last_of_each_load(
+        map(json.loads, lines), lambda each: msgspec.convert(each, ServerRecord).process_and_layers()
+    )
     log = first_traceback(output) if "error" in result else []
     moves = output.count("Rearranging experts") - output.count("Skip rearrange")
     return {"result": result, "records": records, "seconds": time.monotonic() - begin, "log": log, "moves": moves}

@@ -419,6 +419,12 @@ def test_a_server_s_decisions_and_reasons_are_shown(tmp_path: Path) -> None:
     assert "takes 11.0% less time than marlin" in html and "needs 100 (a B200)" in html
 
 
+def test_a_record_of_another_release_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
+    group = {"layers": ["model.layers.0.mlp.experts"], "decision": {"backend": "hopper_x", "new": 1}, "new": {}}
+    html = page(write(tmp_path / "d.jsonl", {"moe_oracle": "9", "groups": [group], "new": []}))
+    assert "model.layers.0.mlp.experts" in html and "hopper_x" in html
+
+
 def test_the_last_record_of_a_process_with_a_drafting_layer_is_shown(tmp_path: Path) -> None:
     group = {"problem": {"scheme": {"name": "mxfp8"}}, "decision": {"backend": "x", "why": "static", "explanation": ""}}
     server = {"moe_oracle": "1", "vllm": NEWEST, "device": {"name": "NVIDIA H200"}, "host": "here"}

@@ -6,11 +6,13 @@ The setting `report` names a file; each process of a server appends one line of 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+import msgspec
+
+from ..decision_records import ServerRecord
 from ..errors import MeasurementError
 from ..quantization.fields import short_repr
 from ..untrusted import boundary, parse_json, read_file
@@ -121,30 +123,13 @@ class _Record:
         """
         found = parse_json(line, MeasurementError, where)
         with boundary(MeasurementError, "is not a server's report", where=where):
-            return cls._of(found)
+            return cls._of(msgspec.convert(found, ServerRecord))
 
     @classmethod
-    def _of(cls, found: Any) -> _Record:
-        backends: dict[str, str] = {}
-        for group in found["groups"]:
-            name = _word(group["decision"]["backend"])
-            backends |= dict.fromkeys(map(_word, _words(group["layers"])), name)
-        stock = {_word(layer): _word(reason) for layer, reason in found.get("left_to_stock", {}).items()}
-        numbers = [found.get(name, default) for name, default in (("rank", 0), ("ranks", 1), ("process", 0))]
-        if not all(type(each) is int and 0 <= each < 1 << 32 for each in numbers) or numbers[1] < 1:
+    def _of(cls, found: ServerRecord) -> _Record:
+        backends = {layer: group.decision.backend for group in found.groups for layer in group.layers}
+        numbers = found.rank, found.ranks, found.process
+        if not all(0 <= each < 1 << 32 for each in numbers) or found.ranks < 1:
             raise ValueError(f"rank, ranks and process are {json.dumps(numbers)[:80]}")
-        rank, ranks, process = numbers
-        host, vllm = _word(found.get("host", "")), _word(found.get("vllm", ""))
-        return cls(backends, stock, rank, ranks, host, process, vllm)
-
-
-def _words(value: Any) -> Iterable[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{short_repr(value)} is no list of layers")
-    return value
-
-
-def _word(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{short_repr(value)} is not a word")
-    return value
+        vllm = found.vllm or ""
+        return cls(backends, found.left_to_stock, found.rank, found.ranks, found.host, found.process, vllm)

@@ -21,7 +21,7 @@ from ..core.decision import Decision
 from ..core.measurement_set import MeasurementSet
 from ..core.objectives import MAX_TOKENS
 from ..core.problem import Device, Problem
-from ..decision_records import last_of_each_load
+from ..decision_records import ServerRecord, last_of_each_load
 from ..devices.catalog import find_spec, is_same_gpu, known_device
 from ..errors import MeasurementError, NoBackendError, sanitize
 from ..measurements import latency_model, lookup, model_shapes, profile, roofline
@@ -31,7 +31,7 @@ from ..measurements.kernel_shape import KernelShape, Sample, is_displayable, is_
 from ..oracle.selection import decide, equivalent_backends
 from ..settings import Settings
 from ..untrusted import boundary
-from .server_records import ServerDecisions, ServerRecord
+from .server_records import ServerDecisions, decisions_of
 
 OTHER_FAMILY = "Other layers"
 """Heading of layers of no known model."""
@@ -197,8 +197,8 @@ def _read(path: Path, settings: Settings) -> ReportContent:
         return _from_bench(lines, path, settings)
     if "moe_oracle" in first and "groups" in first:
         records = [_decode_line(line, ServerRecord, path, n) for n, line in enumerate(lines, 1)]
-        last = last_of_each_load(records, lambda each: ((each.host, each.process), each.layer_names()))
-        return ReportContent(servers=tuple(each.decisions() for each in last))
+        last = last_of_each_load(records, ServerRecord.process_and_layers)
+        return ReportContent(servers=tuple(map(decisions_of, last)))
     raise MeasurementError("is neither records nor a profile", _FILE_REMEDY, str(path))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
+from ..decision_records import ServerRecord
 
 
 @dataclass(frozen=True)
@@ -26,87 +26,26 @@ class ServerDecisions:
     rejected: tuple[tuple[tuple[str, tuple[str, ...]], ...], ...]
 
 
-class _Reason(msgspec.Struct, frozen=True):
-    detail: str
-    remedy: str = ""
-
-
-class _Candidate(msgspec.Struct, frozen=True):
-    backend: str
-    accepted: bool
-    reasons: list[_Reason] = []
-
-
-class _Decision(msgspec.Struct, frozen=True):
-    backend: str
-    why: str
-    explanation: str
-    numerics: str = ""
-
-
-class _SchemeName(msgspec.Struct, frozen=True):
-    name: str
-    bits: int = 0
-
-
-class _Problem(msgspec.Struct, frozen=True):
-    scheme: _SchemeName
-
-
-class _Group(msgspec.Struct, frozen=True):
-    layers: list[str]
-    count: int
-    problem: _Problem
-    decision: _Decision
-    candidates: list[_Candidate] = []
-
-
-class _Device(msgspec.Struct, frozen=True):
-    name: str
-
-
-class ServerRecord(msgspec.Struct, frozen=True):
-    """The shown fields of a decision record. Others are ignored, so that records of other releases can be read."""
-
-    moe_oracle: str
-    vllm: str | None
-    device: _Device
-    groups: list[_Group]
-    moe_layers: int = 0
-    served: int = 0
-    rank: int = 0
-    ranks: int = 1
-    host: str = ""
-    process: int = 0
-
-    def layer_names(self) -> set[str]:
-        """Names of the layers that run through the oracle."""
-        return {layer for group in self.groups for layer in group.layers}
-
-    def decisions(self) -> ServerDecisions:
-        """What the page shows of them."""
-        rejected = []
-        rows = []
-        for group in self.groups:
-            layers = group.layers[0] if group.layers else "?"
-            more = f" and {group.count - 1} more" if group.count > 1 else ""
-            scheme = (
-                f"int{group.problem.scheme.bits}" if group.problem.scheme.name == "wna16" else group.problem.scheme.name
-            )
-            taken = group.decision
-            rows.append((f"{layers}{more}", scheme, taken.backend, taken.why, taken.explanation, taken.numerics))
-            rejected.append(
-                tuple(
-                    (each.backend, tuple(f"{r.detail} ({r.remedy})" if r.remedy else r.detail for r in each.reasons))
-                    for each in group.candidates
-                    if not each.accepted
-                )
-            )
-        return ServerDecisions(
-            title=f"rank {self.rank} of {self.ranks}, process {self.process} on {self.host or 'a device'}: "
-            f"vLLM {self.vllm}, vllm-moe-oracle {self.moe_oracle}",
-            device=self.device.name,
-            served=f"{self.served} of {self.moe_layers} MoE layers run through the oracle",
-            groups=tuple(rows),
-            rejected=tuple(rejected),
+def decisions_of(record: ServerRecord) -> ServerDecisions:
+    """What the page shows of a record."""
+    rejected = []
+    rows = []
+    for group in record.groups:
+        layers = group.layers[0] if group.layers else "?"
+        more = f" and {group.count - 1} more" if group.count > 1 else ""
+        scheme = (
+            f"int{group.problem.scheme.bits}" if group.problem.scheme.name == "wna16" else group.problem.scheme.name
         )
+        taken = group.decision
+        rows.append((f"{layers}{more}", scheme, taken.backend, taken.why, taken.explanation, taken.numerics))
+        rejected.append(
+            tuple((each.backend, tuple(map(str, each.reasons))) for each in group.candidates if not each.accepted)
+        )
+    return ServerDecisions(
+        title=f"rank {record.rank} of {record.ranks}, process {record.process} on {record.host or 'a device'}: "
+        f"vLLM {record.vllm}, vllm-moe-oracle {record.moe_oracle}",
+        device=record.device.name,
+        served=f"{record.served} of {record.moe_layers} MoE layers run through the oracle",
+        groups=tuple(rows),
+        rejected=tuple(rejected),
+    )

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import signal
 import statistics
 import tempfile
@@ -16,9 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
-from ...decision_records import last_of_each_load, process_and_layers
+from ...decision_records import ServerRecord, last_of_each_load
 from ...devices.detect import installed_packages
 from ...errors import CheckpointError, MeasurementError, printable
 from ...measurements.paired_turns import CONFIDENCE, PairedComparison, compare
@@ -326,12 +326,12 @@ def _read_records(path: Path) -> tuple[dict[str, int], int]:
     layers = 0
     if path.exists():
         with boundary(MeasurementError, "does not hold a server's decisions", where=str(path)):
-            records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            for record in last_of_each_load(records, process_and_layers):
-                layers += record["moe_layers"]
-                for group in record["groups"]:
-                    backend = group["decision"]["backend"]
-                    backends[backend] = backends.get(backend, 0) + group["count"]
+            records = [msgspec.json.decode(line, type=ServerRecord) for line in path.read_bytes().splitlines()]
+            for record in last_of_each_load(records, ServerRecord.process_and_layers):
+                layers += record.moe_layers
+                for group in record.groups:
+                    backend = group.decision.backend
+                    backends[backend] = backends.get(backend, 0) + group.count
     return backends, layers
 
 
