@@ -217,6 +217,20 @@ def test_says_where_another_kernel_takes_over(name: str) -> None:
             assert all(1 <= each < most for each in found), f"{layer}: hand-overs at {found}, calls up to {most} tokens"
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_another_backend_for_few_tokens_shares_its_weights(name: str) -> None:
+    """It loses no more of a number, either."""
+    registry = default_registry()
+    for layer, device in _supported(name):
+        few = registry[name].few_tokens(layer)
+        if few is None:
+            continue
+        other = registry[few.backend]
+        layouts = {each.layout(layer, each.plan(layer, device)) for each in (registry[name], other)}
+        assert len(layouts) == 1, f"{layer}: {name} and {few.backend} have the layouts {', '.join(layouts)}"
+        assert other.activations(layer) in ("16bit", registry[name].activations(layer)), f"{layer}: {few.backend}"
+
+
 def _all_local(layer: Problem, experts: int) -> dict[str, Any]:
     """Changes to a layer that give it this number of experts, all on one rank."""
     parallel = dataclasses.replace(layer.parallel, ep=1)

@@ -8,18 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.lib.cases import GPT_OSS, H200, SILU, problem
 from tests.lib.function_recorder import FunctionRecorder
 from tests.lib.peak_memory import Peak
 from tests.lib.stock_rules import converted
+from vllm_moe_oracle.backends import hopper_mxfp4
 from vllm_moe_oracle.backends.hopper_mxfp4_w4a8 import BACKEND
-from vllm_moe_oracle.compat import weight_storage
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.core.problem import Problem, Scheme
-from vllm_moe_oracle.kernels.fp8_weights import row_order
-from vllm_moe_oracle.layouts import e4m3_folding
+from vllm_moe_oracle.layouts import wgmma_fragments
 from vllm_moe_oracle.oracle.registry import discover
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.schemes import fp8_token, mxfp4
@@ -80,81 +78,71 @@ def test_chosen_by_name_when_allowed() -> None:
     assert verdict(decision) == [] and decision.backend != BACKEND.name
     decision = decide(LAYERS["oai"], H200, load(ALLOWED | NAMED))
     assert decision.backend == BACKEND.name
+    few, many = decision.token_ranges
+    assert (few.backend, few.max_tokens) == ("hopper_mxfp4", 120)
+    assert (many.backend, many.max_tokens) == (BACKEND.name, None)
+    assert "hopper_mxfp4 up to 120 tokens" in decision.explanation
     summary = decision.summary()
-    for word in ("quantized to e4m3 with one scale per token", "in both products", "folded exactly into e4m3"):
+    for word in ("quantized to e4m3 with one scale per token", "in both products", "converted exactly to e4m3"):
         assert word in summary
 
 
+def test_it_runs_every_number_of_tokens_alone_where_it_must() -> None:
+    """Where one kernel has to run all numbers of tokens, and where the other backend is disabled."""
+    invariant = dataclasses.replace(LAYERS["oai"], batch_invariant=True)
+    assert decide(invariant, H200, load(ALLOWED | NAMED)).token_ranges == ()
+    disabled = load(ALLOWED | NAMED | {"MOE_ORACLE_DISABLE": "hopper_mxfp4"})
+    assert decide(LAYERS["oai"], H200, disabled).token_ranges == ()
+
+
 @pytest.mark.parametrize("name", list(LAYERS))
-def test_conversion_is_exact(name: str) -> None:
+def test_weights_are_stored_as_for_16_bit_activations(name: str) -> None:
+    """So that a layer can run both kernels on one copy."""
     layer = LAYERS[name]
-    weights = canonical(layer)
-    plan = BACKEND.plan(layer, H200)
+    plan, weights = BACKEND.plan(layer, H200), canonical(layer)
+    assert BACKEND.layout(layer, plan) == hopper_mxfp4.BACKEND.layout(layer, plan)
     for expert in range(layer.local_experts):
         one = {key: tensor[expert] for key, tensor in weights.items()}
         assert BACKEND.validate_weights(one, layer) == ""
-        stored = BACKEND.convert(one, layer, plan)
-        for which in ("w13", "w2"):
-            order = row_order(which, one[which].shape[0], layer.activation.gated)
-            values = stored[which].float() * stored[f"{which}_scale"][:, None]
-            assert torch.equal(values, mxfp4.dequantize_expert(one, which)[order])
-            if layer.has_bias:
-                assert torch.equal(stored[f"{which}_bias"], one[f"{which}_bias"][order])
+        stored, others = (each.convert(one, layer, plan) for each in (BACKEND, hopper_mxfp4.BACKEND))
+        assert stored.keys() == others.keys()
+        assert all(torch.equal(bits(tensor), bits(others[key])) for key, tensor in stored.items())
 
 
-def test_a_row_that_does_not_fit_is_named_with_its_exponents() -> None:
+@pytest.mark.parametrize("code", range(16))
+@pytest.mark.parametrize("below", range(wgmma_fragments.MAX_E4M3_SPREAD + 1))
+def test_every_code_is_a_number_of_e4m3(code: int, below: int) -> None:
+    """What the kernel makes of it: a byte of a table whose exponents are lowered by the binades below the largest
+    scale, zero's excepted, and a sign."""
+    tables = torch.tensor([0x00, 0x60, 0x68, 0x6C, 0x70, 0x74, 0x78, 0x7C], dtype=torch.uint8)
+    byte = tables[code & 7] - (8 * below if code & 7 else 0) | (code & 8) << 4
+    value = byte.to(torch.uint8).view(1).view(torch.float8_e4m3fn).float()
+    magnitude = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)[code & 7]
+    assert float(value) == (-1 if code & 8 else 1) * magnitude * 2.0 ** (6 - below)
+
+
+def test_a_row_that_does_not_fit_is_named_with_its_scales() -> None:
     layer = LAYERS["silu"]
     one = {key: tensor[0] for key, tensor in canonical(layer).items()}
     one["w2"][7] = 0x11  # 0.5 everywhere
     one["w2_scale"][7] = 100
-    one["w2"][7, 0] = 0x77  # 6.0
-    one["w2_scale"][7, 0] = 114
+    one["w2_scale"][7, 0] = 111
     assert BACKEND.validate_weights(one, layer) == ""
-    one["w2_scale"][7, 0] = 115
+    one["w2_scale"][7, 0] = 112
     said = BACKEND.validate_weights(one, layer)
-    for word in ("row 7 of w2", "up to 2**-10", "down to 2**-28", "17 binades", "1 of 160 rows", "hopper_mxfp4"):
+    for word in ("row 7 of w2", "12 binades below", "up to 11", "1 of 160 rows", "hopper_mxfp4"):
         assert word in said
-    # Should it be converted all the same, the row is not silently another one.
-    scale = BACKEND.convert(one, layer, BACKEND.plan(layer, H200))["w2_scale"]
-    assert torch.isnan(scale).sum() == 1
+    # Blocks of zeros may have any scale.
+    one["w2"][7, 16:] &= 0x88
+    assert BACKEND.validate_weights(one, layer) == ""
 
 
-def test_converting_an_expert_takes_few_operations_and_little_memory() -> None:
-    """What a conversion of four experts takes of the 150 ms of a self-check, and of the memory of one expert and 64 MiB
-    that a layer's may take, follows from these two."""
-    scheme = dataclasses.replace(MXFP4, packing="gpt_oss")
-    activation = dataclasses.replace(GPT_OSS, interleaved=True)
-    layer = problem(
-        scheme=scheme, experts=2, top_k=2, hidden_size=2880, intermediate_size=2880, activation=activation,
-        has_bias=True,
-    )  # fmt: skip
-    plan = BACKEND.plan(layer, H200)
-
-    def convert(expert: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return BACKEND.convert(mxfp4.canonical_expert(expert, layer), layer, plan)
-
-    weights = canonical(layer)
-    one = mxfp4.canonical_expert({key: each[0] for key, each in weights.items()}, layer)
-    expected = convert({key: each[1] for key, each in weights.items()})
-    with Peak() as validating:
+def test_looking_at_an_experts_scales_takes_few_operations() -> None:
+    layer = problem(scheme=MXFP4, experts=2, top_k=2, hidden_size=2880, intermediate_size=2880, activation=GPT_OSS)
+    one = {key: each[0] for key, each in canonical(layer).items()}
+    with Peak() as found:
         assert BACKEND.validate_weights(one, layer) == ""
-    module = nn.Module()
-    for key, each in weights.items():
-        weight_storage.replace_parameter(module, key, torch.empty_like(each))
-    for key, kind in weight_storage.converted_specs(convert, weights).items():
-        weight_storage.reserve_expert_buffers(module.get_parameter(key), kind)
-        module.get_parameter(key).data.copy_(weights[key])
-    with Peak(*module.parameters()) as converting:
-        weight_storage.convert_in_place(module, {key: key for key in weights}, convert)
-    assert all(torch.equal(bits(module.get_parameter(key)[1]), bits(each)) for key, each in expected.items())
-    # Four parts of w13 and two of w2, eleven operations each; 24 a matrix beside them
-    # (`tests/layouts/test_e4m3_folding.py`), what puts eight tensors into order, and six that are written.
-    assert validating.starts <= 6 * 9 + 2 * 24
-    assert converting.starts <= 2 * (6 * 11 + 2 * 24 + 4 * 8 + 6)
-    # w13 in the order of the format; both matrices in e4m3, one of them in the kernels' order; three bytes for each
-    # number of a part, and what scales and the order take.
-    matrix = 2880 * 2880
-    assert converting.peak <= matrix + 3 * matrix + matrix + 3 * e4m3_folding._CHUNK_ELEMENTS_MXFP4 + matrix // 2
+    assert found.starts <= 2 * 12 + 4
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,6 +168,7 @@ def test_the_kernels_are_given_everything_that_the_layer_has(monkeypatch: pytest
     given = seen["args"][1]
     for matrix, name in ((given.w13, "w13"), (given.w2, "w2")):
         assert matrix.codes is tensors[name] and matrix.bias is tensors[f"{name}_bias"]
+        assert matrix.scales is tensors[f"{name}_scale"] and matrix.row_scale is tensors[f"{name}_row_scale"]
     needs = [nbytes(tokens, 2) for tokens in range(300)]
     assert needs == sorted(needs) and needs[0] == 0 < needs[1]
 

@@ -14,6 +14,7 @@ for cut anywhere, and is an upper bound; it serves whole layers, where the round
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -23,24 +24,34 @@ from tests.gpu.fp8_reference import codes_of, error, reference, scales_of
 from tests.gpu.kernel_cases import UNIT, Case, Layer, activated, e4m3, half_elsewhere, inputs, make_layer, poisoned
 from vllm_moe_oracle.kernels import fp8_moe, fp8_quantize
 from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights, pack_fp8_expert
-from vllm_moe_oracle.layouts import e4m3_folding
+from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights, pack_expert
 
 _BASE = Case("oai", "mxfp4", 32, "swigluoai", bias=True, limit=7.0, experts=16, top_k=4, hidden=320, inner=160)
 CASES = (
     _BASE,
     Case("silu", "mxfp4", 32, "silu", experts=8, top_k=2, hidden=256, inner=192),
     Case("gelu-narrow", "mxfp4", 32, "gelu", bias=True, experts=8, top_k=3, hidden=96, inner=32),
-    Case("gelu-tanh-fp16", "mxfp4", 32, "gelu_tanh", experts=8, top_k=2, hidden=544, inner=416, dtype=torch.float16),
+    Case("gelu-tanh", "mxfp4", 32, "gelu_tanh", experts=8, top_k=2, hidden=544, inner=416),
     replace(_BASE, name="long", experts=4, top_k=2, hidden=2880, inner=2880),
+    Case("mxfp8-gelu-fp16", "mxfp8", 32, "gelu_tanh", experts=8, top_k=2, hidden=544, inner=416, dtype=torch.float16),
     Case("mxfp8-silu", "mxfp8", 32, "silu", experts=16, top_k=4, hidden=416, inner=224),
     Case("mxfp8-relu2", "mxfp8", 32, "relu2", bias=True, experts=8, top_k=3, hidden=352, inner=288),
 )
 CASES = tuple(replace(case, spread=(114, 122) if case.format == "mxfp4" else (112, 116)) for case in CASES)
-_layers: dict[str, tuple[Layer, Fp8Weights]] = {}
+Weights = Fp8Weights | PackedWeights
+_layers: dict[str, tuple[Layer, Weights]] = {}
 
 
-def layer_of(case: Case) -> tuple[Layer, Fp8Weights]:
+def layer_of(case: Case) -> tuple[Layer, Weights]:
     """The case's layer, canonical and stored."""
+    if case.name not in _layers and case.format == "mxfp4":
+        layer = make_layer(case)
+        packed = allocate_weights(case.format, case.experts, case.hidden, case.inner, bias=case.bias, device="cuda")
+        for which, e in itertools.product(("w13", "w2"), range(case.experts)):
+            bias = layer.bias[which]
+            pack_expert(packed, which, e, layer.codes[which][e].cuda(), layer.scales[which][e].cuda(), None,
+                        None if bias is None else bias[e].cuda())  # fmt: skip
+        _layers[case.name] = layer, packed
     if case.name not in _layers:
         layer = make_layer(case)
         matrices = []
@@ -59,7 +70,7 @@ def layer_of(case: Case) -> tuple[Layer, Fp8Weights]:
     return _layers[case.name]
 
 
-def call(case: Case, weights: Fp8Weights, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor,
+def call(case: Case, weights: Weights, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor,
          **options: object) -> torch.Tensor:  # fmt: skip
     """fused_moe_fp8 with poisoned workspace and output."""
     workspace = poisoned(fp8_moe.workspace_bytes(weights, *ids.shape), ids.shape[0])
@@ -130,37 +141,31 @@ def check(case: Case, out: torch.Tensor, expected: torch.Tensor) -> None:
     assert found <= tolerance(case)
 
 
+def precise(case: Case, x: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, Weights]:
+    """Activations and weights for float16 results, where the kernels have them."""
+    return (x.half(), replace(weights, dtype=torch.float16)) if case.format == "mxfp8" else (x, weights)
+
+
+def in_order(case: Case, codes: torch.Tensor) -> torch.Tensor:
+    """Codes `[m, K]` with their columns in order. For MXFP4, 16 are stored as 2t + 1, 2t + 9, 2t, 2t + 8 for each t."""
+    if case.format == "mxfp8":
+        return codes
+    places = [column for t in range(4) for column in (2 * t + 1, 2 * t + 9, 2 * t, 2 * t + 8)]
+    ordered = torch.empty_like(codes).unflatten(-1, (-1, 16))
+    ordered[..., places] = codes.unflatten(-1, (-1, 16))
+    return ordered.flatten(-2)
+
+
 def compare(name: str, found: torch.Tensor, summed: torch.Tensor, exact: torch.Tensor) -> None:
-    """A product's float16 results against float64 with the matrix unit's sums, and, to be told, with exact ones."""
-    measured, allowed = error(found, summed), UNIT[torch.float16]
+    """A product's 16-bit results against float64 with the matrix unit's sums, and, to be told, with exact ones."""
+    measured, allowed = error(found, summed), UNIT[found.dtype]
     print(
         f"{name} {measured:.2e} of {allowed:.2e}; sums {error(summed, exact):.2e}, with both {error(found, exact):.2e}"
     )
     assert measured <= allowed
 
 
-@pytest.mark.parametrize("rows", (64, 5760))
-def test_a_gpu_folds_to_the_same_bits_and_nobody_waits_for_it(rows: int) -> None:
-    """Rows that fit, and rows that do not; one part, and several."""
-    generator = torch.Generator().manual_seed(rows)
-    codes = torch.randint(0, 256, (rows, 1440), generator=generator, dtype=torch.uint8)
-    codes.view(rows, 90, 16)[torch.rand((rows, 90), generator=generator) < 0.2] &= 0x99  # zeros and halves
-    scales = torch.randint(112, 124, (rows, 90), generator=generator, dtype=torch.uint8)
-    scales[3, 5], scales[4, 5] = 0, 255
-    expected = (*e4m3_folding.fold_mxfp4(codes, scales), *e4m3_folding.row_exponents(codes, scales))
-    assert 0 < int(expected[1].isnan().sum()) < rows
-    codes, scales = codes.cuda(), scales.cuda()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        found = (*e4m3_folding.fold_mxfp4(codes, scales), *e4m3_folding.row_exponents(codes, scales))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for here, there in zip(found, expected, strict=True):
-        assert here.dtype == there.dtype and torch.equal(here.cpu().view(torch.uint8), there.view(torch.uint8))
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if case.format == "mxfp8"], ids=lambda case: case.name)
 def test_weights_are_folded_as_on_a_cpu(case: Case) -> None:
     layer, weights = layer_of(case)
     for which, matrix in (("w13", weights.w13), ("w2", weights.w2)):
@@ -199,7 +204,7 @@ def test_degenerate_routings(case: Case, tokens: int, routing: str) -> None:
 def test_every_number_of_tokens_of_a_block() -> None:
     case = CASES[0]
     layer, weights = layer_of(case)
-    for tokens in (31, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257):
+    for tokens in (31, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 321):
         x, router, ids = inputs(case, tokens)
         ids = torch.arange(case.top_k, device="cuda", dtype=torch.int32).expand(tokens, -1).contiguous()
         check(case, call(case, weights, x, router, ids), reference(case, layer, x, router, ids))
@@ -216,9 +221,10 @@ def test_expert_map_and_weights_on_input() -> None:
     check(case, out, reference(case, layer, x, router, local, apply_router_weight_on_input=True))
 
 
+@pytest.mark.parametrize("format", ("mxfp8", "mxfp4"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("columns", (32, 96, 736, 2880))
-def test_rows_are_quantized_to_the_bit(columns: int, dtype: torch.dtype) -> None:
+def test_rows_are_quantized_to_the_bit(columns: int, dtype: torch.dtype, format: str) -> None:
     generator = torch.Generator().manual_seed(columns)
     x = torch.randn(40, columns, generator=generator) * torch.logspace(-6, 4, 40)[:, None]
     x[3] = 0
@@ -229,12 +235,14 @@ def test_rows_are_quantized_to_the_bit(columns: int, dtype: torch.dtype) -> None
     codes = torch.full((80, columns), 0x7F, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     scales = torch.full((80,), -7.0, device="cuda")
     fp8_quantize.quantize_rows[(80,)](x, codes, scales, ordered, totals, columns, columns, TOP_K=2, GATHER=True, EP=16,
-                                      BLOCK=max(32, 1 << (columns - 1).bit_length()), PDL=False)  # fmt: skip
+                                      BLOCK=max(32, 1 << (columns - 1).bit_length()), PDL=False,
+                                      FRAGMENT_ORDER=format == "mxfp4" or None)  # fmt: skip
     picked = x[(ordered[:75] // 2).long()].float()
     amax = picked.abs().amax(1)
     scale, inverse = scales_of(amax)
     assert torch.equal(scales[:75], scale) and (scales[75:] == -7).all()
-    assert torch.equal(codes[:75].float().double(), e4m3((picked * inverse[:, None]).clamp(-448, 448)))
+    found = in_order(replace(CASES[0], format=format), codes[:75].float().double())
+    assert torch.equal(found, e4m3((picked * inverse[:, None]).clamp(-448, 448)))
     assert (codes[75:].view(torch.uint8) == 0x7F).all()
 
 
@@ -256,13 +264,14 @@ def test_second_product_on_the_codes_that_it_reads(case: Case) -> None:
     """Nothing but one rounding is between the kernel and the matrix unit's sums here."""
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, 300)
-    x, weights = x.half(), replace(weights, dtype=torch.float16)
+    x, weights = precise(case, x, weights)
     workspace = torch.empty(fp8_moe.workspace_bytes(weights, *ids.shape), dtype=torch.uint8, device="cuda")
     fp8_moe.fused_moe_fp8(x, weights, router, ids, activation=case.activation, limit=case.limit, workspace=workspace,
                           out=torch.empty_like(x))  # fmt: skip
     parts = fp8_moe._buffers(weights, ids.shape[0], ids.shape[1], workspace)
     slots = ids.numel()
     h, scales = parts["codes"][: slots * case.inner].view(slots, case.inner).double(), parts["scales"].double()[:, None]
+    h = in_order(case, h)
     partial = parts["wide"][: slots * case.hidden].view(slots, case.hidden)
     ordered = parts["sorted"].long()
     experts = ids.flatten()[ordered].long()
@@ -285,7 +294,7 @@ def test_first_product_on_the_codes_that_it_reads(monkeypatch: pytest.MonkeyPatc
     """As above, after the activation."""
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, 300)
-    x, weights = x.half(), replace(weights, dtype=torch.float16)
+    x, weights = precise(case, x, weights)
     seen: list[torch.Tensor] = []
     original = fp8_quantize.quantize_rows
 
@@ -304,6 +313,7 @@ def test_first_product_on_the_codes_that_it_reads(monkeypatch: pytest.MonkeyPatc
     wide, codes, scales, ordered = seen
     slots = ids.numel()
     rows, scales = codes[: slots * case.hidden].view(slots, case.hidden).double(), scales.double()[:, None]
+    rows = in_order(case, rows)
     experts = ids.flatten()[ordered.long()].long()
     found = wide[: slots * case.inner].view(slots, case.inner)
     exact = torch.zeros(slots, case.inner, dtype=torch.float64, device="cuda")

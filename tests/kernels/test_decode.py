@@ -18,7 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_moe_oracle.kernels import dequantize  # noqa: E402
+from vllm_moe_oracle.kernels import dequantize, fp8_mxfp4_gemm  # noqa: E402
 from vllm_moe_oracle.kernels import weights as kernel_weights  # noqa: E402
 from vllm_moe_oracle.kernels.weights import PackedMatrix, PackedWeights  # noqa: E402
 from vllm_moe_oracle.layouts import wgmma_fragments  # noqa: E402
@@ -101,12 +101,16 @@ def run(text: str, registers: dict[str, Words]) -> dict[str, Words]:
         elif operation == "mul.lo.u32":
             value = (x[0].astype(np.uint64) * x[1]).astype(np.uint32)
         elif operation == "prmt.b32":
-            eight, selector = x[0].astype(np.uint64) | x[1].astype(np.uint64) << np.uint64(32), int(names[2], 0)
-            assert not selector & 0x8888  # that would repeat signs
+            eight, selector = x[0].astype(np.uint64) | x[1].astype(np.uint64) << np.uint64(32), x[2].astype(np.uint64)
+            assert not (selector & np.uint64(0x8888)).any()  # that would repeat signs
+            places = [selector >> np.uint64(4 * byte) & np.uint64(7) for byte in range(4)]
             value = sum(
-                (eight >> np.uint64(8 * (selector >> 4 * byte & 7)) & np.uint64(255)) << np.uint64(8 * byte)
-                for byte in range(4)
+                (eight >> np.uint64(8) * place & np.uint64(255)) << np.uint64(8 * byte)
+                for byte, place in enumerate(places)
             ).astype(np.uint32)
+        elif operation == "shf.l.wrap.b32":
+            assert names[0] == names[1]
+            value = x[0] << x[2] | x[0] >> (32 - x[2])
         elif operation == "shf.r.wrap.b32":
             value = ((x[0].astype(np.uint64) | x[1].astype(np.uint64) << np.uint64(32)) >> x[2]).astype(np.uint32)
         else:
@@ -141,6 +145,30 @@ def operand(name: str, stored: torch.Tensor, index: int = 0) -> Words:
         value = found[f"${2 * k8 + half}"] >> np.uint32(16 * parity) & 0xFFFF
         result[:, :, half, :, :, :, k8, :, parity] = value.transpose(0, 2, 3, 1, 5, 4)
     return result.reshape(chunks * 64, columns * 64)
+
+
+def as_e4m3(weights: PackedWeights, matrix: PackedMatrix) -> np.ndarray:
+    """float64 `[stored rows, columns]`: the weights that fp8 products take, power of two a row and all."""
+    chunks, columns, _ = matrix.codes[0].shape
+    words = unsigned(matrix.codes[0]).reshape(chunks, columns, 4, 8, 4, 4)  # warp, g, t, sixteen columns
+    scales = matrix.scales[0].view(torch.uint8).numpy().reshape(chunks, -1, 4, 8, 2, 4)
+    scales = scales.transpose(0, 1, 5, 2, 3, 4).reshape(chunks, -1, 4, 8, 2)[:, : 2 * columns]  # of 32 columns
+    scales = scales.reshape(chunks, columns, 2, 4, 8, 2).repeat(2, 2).transpose(5, 0, 1, 3, 4, 2)[..., None, :]
+    constants = fp8_mxfp4_gemm._LOW_TABLE, fp8_mxfp4_gemm._HIGH_TABLE
+    steps = fp8_mxfp4_gemm._LOW_BINADE, fp8_mxfp4_gemm._HIGH_BINADE
+    inputs = {"$2": words, "$11": np.full_like(words, 16)}
+    for first, (table, step) in zip((3, 7), zip(constants, steps, strict=True), strict=True):
+        made = (scales.astype(np.int64) * step.value + table.value & 0xFFFFFFFF).astype(np.uint32)
+        for half in range(2):  # rows g and g + 8: the operands of two bytes each
+            inputs[f"${first + 2 * half}"] = np.broadcast_to(made[half], words.shape)
+    found = run(assembly("e2m1_e4m3"), inputs)
+    result = np.zeros((chunks, 4, 2, 8, columns, 4, 16))
+    for half, t, byte in itertools.product(range(2), range(4), range(4)):
+        values = (found[f"${half}"][..., t, :] >> np.uint32(8 * byte) & 0xFF).astype(np.uint8)
+        values = torch.from_numpy(values).view(torch.float8_e4m3fn).double().numpy()
+        result[:, :, half, ..., (2 * t + 1, 2 * t + 9, 2 * t, 2 * t + 8)[byte]] = values.transpose(0, 2, 3, 1, 4)
+    decoded = result.reshape(chunks * 64, columns * 64)[:, : matrix.columns]
+    return decoded * fp8_mxfp4_gemm._EXCESS.value * matrix.row_scale[0].double().numpy()[:, None]
 
 
 def group_halves(words: Words) -> Words:
@@ -368,3 +396,28 @@ def test_blocks_of_zeros_may_have_any_scale_in_float16() -> None:
         assert np.array_equal(multiplied(weights, weights.w13, False, False), expected)
         restored = kernel_weights.unpack_expert(weights, "w13", 0)
         assert torch.equal(restored[0], codes) and torch.equal(restored[1], scales)
+
+
+def test_mxfp4_becomes_e4m3_exactly() -> None:
+    """Scales as far apart as e4m3 holds them, and blocks of zeros with any scale."""
+    generator = torch.Generator().manual_seed(0)
+    weights = kernel_weights.allocate_weights("mxfp4", 1, 288, 96)
+    for which, matrix in (("w13", weights.w13), ("w2", weights.w2)):
+        shape = matrix.rows, matrix.columns // 32
+        codes = torch.randint(0, 256, (matrix.rows, matrix.columns // 2), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(
+            110, 111 + wgmma_fragments.MAX_E4M3_SPREAD, shape, generator=generator, dtype=torch.uint8
+        )
+        codes[5, :16], scales[5, 0] = codes[5, :16] & 0x88, 7
+        kernel_weights.pack_expert(weights, which, 0, codes, scales)
+        assert (wgmma_fragments.scale_spread(codes, scales) <= wgmma_fragments.MAX_E4M3_SPREAD).all()
+        expected = canonical(weights, matrix, codes, scales, None, False)
+        assert np.array_equal(as_e4m3(weights, matrix)[: matrix.rows], expected)
+
+
+@pytest.mark.parametrize(("old", "new"), [("0x80008000", "0x80000000"), ("0x0123", "0x0132"), ("0x4420", "0x4402")])
+def test_a_changed_decoder_to_e4m3_is_found(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = assembly
+    monkeypatch.setitem(globals(), "assembly", lambda name: original(name).replace(old, new))
+    with pytest.raises(AssertionError):
+        test_mxfp4_becomes_e4m3_exactly()

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 from tests.lib.kernel_launches import Launch, compile_with_log, disassemble, fp8_launches, stack_bytes  # noqa: E402
 from vllm_moe_oracle.kernels import fp8_moe  # noqa: E402
 from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights  # noqa: E402
+from vllm_moe_oracle.kernels.weights import allocate_weights  # noqa: E402
 
 KERNELS = ["count_slots", "scan_chunks", "place_slots", "quantize_rows", "product", "quantize_rows", "product",
            "sum_topk_strips"]  # fmt: skip
@@ -47,6 +48,37 @@ def test_kernels_compile() -> None:
     check(fp8_launches(2880, 2880, "swigluoai", True))
 
 
+def check_mxfp4(found: list[Launch]) -> None:
+    """As `check`, of kernels whose weights are in registers: tiles of four widths, two of 64 and 128 tokens."""
+    assert [kernel.__name__ for kernel, _, _ in found] == KERNELS
+    for kernel, args, kwargs in found:
+        compiled, log = compile_with_log((kernel, args, kwargs))
+        cubin, name = compiled.asm["cubin"], f"{kernel.__name__}, {kwargs}"
+        stack = stack_bytes(cubin)
+        assert stack == 0, f"{name} spills {stack} bytes a thread"
+        assert compiled.metadata.shared <= 227 * 1024
+        if kernel.__name__ != "product":
+            continue
+        code, _ = disassemble(cubin)
+        # Two groups of warps, four products of 32 columns in a step of 128; the first operand is in registers.
+        for width, tiles in ((256, 1), (128, 2), (64, 2)):
+            found_here = len(re.findall(rf"QGMMA\.64x{width}x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code))
+            assert found_here == 8 * tiles, f"{name}: {width} tokens, {found_here} products"
+        assert not re.search(r"\bSHFL\b", code), f"{name}: lanes exchange codes"
+        stores = re.findall(r"\bSTG\.E\S*", code)
+        assert stores and all(".128" in store for store in stores), f"{name}: {set(stores)}"
+        assert "serialized" not in log, f"{name}: products in single file"
+
+
+def test_kernels_of_mxfp4_compile() -> None:
+    check_mxfp4(fp8_launches(2880, 2880, "swigluoai", True, format="mxfp4"))
+
+
+@pytest.mark.slow
+def test_other_layers_of_mxfp4_compile() -> None:
+    check_mxfp4(fp8_launches(544, 96, "silu", False, format="mxfp4"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", ("silu", "gelu", "gelu_tanh", "relu2"))
 def test_other_layers_compile(activation: str) -> None:
@@ -61,7 +93,9 @@ def test_what_does_not_fit_is_refused() -> None:
     x, ids, router = torch.zeros(3, 32, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
     space = torch.zeros(fp8_moe.workspace_bytes(weights, 3, 2), dtype=torch.uint8)
     good = {"x": x, "topk_weights": router, "topk_ids": ids, "activation": "silu", "workspace": space, "out": x.clone()}
+    packed = allocate_weights("mxfp8", 2, 32, 64)
     bad: dict[str, tuple[dict[str, Any], str]] = {
+        "format": ({"weights": packed}, "weights are mxfp8 for torch.bfloat16; expected mxfp4"),
         "activation": ({"activation": "tanh"}, "unknown activation 'tanh'"),
         "gate": ({"activation": "relu2"}, "'relu2' does not fit weights that are gated"),
         "width": ({"x": x[:, :16]}, r"expected \[tokens, 32\]"),
@@ -73,4 +107,4 @@ def test_what_does_not_fit_is_refused() -> None:
     }
     for changed, words in bad.values():
         with pytest.raises(ValueError, match=words):
-            fp8_moe.fused_moe_fp8(weights=weights, **{**good, **changed})  # type: ignore[arg-type]
+            fp8_moe.fused_moe_fp8(**{"weights": weights, **good, **changed})  # type: ignore[arg-type]

@@ -223,3 +223,15 @@ def test_wrong_arguments_are_named() -> None:
         wgmma_fragments.chunk_columns(3)
     with pytest.raises(ValueError, match="float32"):
         wgmma_fragments.shuffle_group_scales(torch.zeros(64, 2))
+
+
+@settings(deadline=None, max_examples=20)
+@given(ROWS, BLOCKS, SEEDS)
+def test_the_spread_of_scales_is_that_of_blocks_with_a_number(rows: int, blocks: int, seed: int) -> None:
+    codes, scales = random_bytes(seed, rows, blocks * 16), random_bytes(seed + 1, rows, blocks)
+    codes[random_bytes(seed + 2, rows, blocks).repeat_interleave(16, 1) < 128] &= 0x88  # zeros of either sign
+    found = wgmma_fragments.scale_spread(codes, scales)
+    for row in range(rows):
+        whole = [block for block in range(blocks) if (codes[row, 16 * block : 16 * block + 16] & 0x77).any()]
+        below = [int(scales[row].max()) - int(scales[row, block]) for block in whole]
+        assert int(found[row]) == max(below, default=0)

@@ -34,7 +34,7 @@ from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights
 from vllm_moe_oracle.kernels.fused_moe import fused_moe, workspace_layout
 from vllm_moe_oracle.kernels.launch_config import LaunchConfig
 from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
-from vllm_moe_oracle.kernels.weights import allocate_weights
+from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights
 
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -106,15 +106,19 @@ def launches(layer: str, tokens: int, config: LaunchConfig | PrefillConfig, *, d
 
 
 def fp8_launches(hidden: int, inner: int, activation: str, bias: bool,
-                 dtype: torch.dtype = torch.bfloat16) -> list[Launch]:  # fmt: skip
-    """The launches of `fused_moe_fp8` for three tokens and two experts."""
+                 dtype: torch.dtype = torch.bfloat16, format: str = "mxfp8") -> list[Launch]:  # fmt: skip
+    """The launches of `fused_moe_fp8` for three tokens and two experts, whose weights are of MXFP8 or MXFP4."""
 
     def matrix(rows: int, columns: int) -> Fp8Matrix:
         scale = torch.ones(2, rows)
         return Fp8Matrix(torch.zeros(2, rows, columns, dtype=torch.float8_e4m3fn), scale, scale if bias else None)
 
     gated = activation != "relu2"
-    weights = Fp8Weights(matrix((1 + gated) * inner, hidden), matrix(hidden, inner), dtype, gated)
+    weights: Fp8Weights | PackedWeights = Fp8Weights(
+        matrix((1 + gated) * inner, hidden), matrix(hidden, inner), dtype, gated
+    )
+    if format == "mxfp4":
+        weights = allocate_weights(format, 2, hidden, inner, gated=gated, bias=bias, dtype=dtype)
     x, ids = torch.zeros(3, hidden, dtype=dtype), torch.zeros(3, 2, dtype=torch.int32)
     workspace = torch.zeros(workspace_bytes(weights, 3, 2), dtype=torch.uint8)
     return record(

@@ -109,6 +109,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "tiles": (),
     "compile_keys": ("none",),
     "hand_overs": ("tuple of numbers",),
+    "few_tokens": ("none",),
     "layout": ("text",),
     "only_by_name": ("text", "blank"),
     "validate_weights": ("text", "blank"),

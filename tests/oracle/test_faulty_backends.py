@@ -16,7 +16,7 @@ import torch
 from tests.lib.cases import CPU, Plain, backend, registry
 from tests.lib.strange_backends import ALLOWED, ARGUMENTS, LAYER, RAISED, RETURNED, strange
 from vllm_moe_oracle.backends import Backend
-from vllm_moe_oracle.core.decision import Accepted, Reason, Rejected
+from vllm_moe_oracle.core.decision import Accepted, Reason, Rejected, TokenRange
 from vllm_moe_oracle.core.problem import ActivationPrecision
 from vllm_moe_oracle.errors import BackendDefect, NoBackendError, RegistryError, is_interruption
 from vllm_moe_oracle.oracle.checked_backend import ATTRIBUTES, METHODS, CheckedBackend
@@ -134,6 +134,7 @@ def test_a_rule_that_raises_rejects_its_backend(rule: str) -> None:
         ("check", Rejected((Reason("odd", " "),)), "without a reason"),
         ("hand_overs", (8, 8), "do not ascend"),
         ("hand_overs", (0, 8), "do not ascend"),
+        ("few_tokens", TokenRange("sound", None), "largest number of tokens is None"),
     ],
 )
 def test_an_answer_of_the_right_type_may_still_break_the_contract(method: str, answer: Any, words: str) -> None:

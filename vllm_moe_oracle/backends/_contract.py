@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ..core.capabilities import Capabilities, Rule, violations
-from ..core.decision import Accepted, Numerics, Rejected, ShardPlan, Verdict
+from ..core.decision import Accepted, Numerics, Rejected, ShardPlan, TokenRange, Verdict
 from ..core.problem import ActivationPrecision, Device, Problem, SchemeName
 from ..core.sharding import padded_plan
 
@@ -297,6 +297,17 @@ class Backend(ABC):
             Numbers from 1 to ``most - 1``, ascending; empty for a single kernel, and where the backend does not know.
         """
         return ()
+
+    def few_tokens(self, problem: Problem) -> TokenRange | None:
+        """Which backend runs a layer's calls with few tokens, and up to how many, where this one was asked for by name.
+
+        That backend must have this one's `layout`, so that both run on the same tensors, and lose no more than this one
+        in `numerics`.
+
+        Returns:
+            The backend and the largest number of tokens; None where this backend runs all calls.
+        """
+        return None
 
     def layout(self, problem: Problem, plan: ShardPlan) -> str:
         """Name of the layout that `convert` produces.

@@ -437,6 +437,10 @@ class HopperBackend(Backend):
         )  # fmt: skip
         return [] if one_size else counts[few:]
 
+    def stored(self, tensors: Tensors, problem: Problem) -> PackedWeights:
+        """The layer's weights as the kernels take them, from its kernel tensors."""
+        return self._stored(tensors, self._allocate(problem, problem.local_experts, "meta"))
+
     def _stored(self, tensors: Tensors, blank: PackedWeights) -> PackedWeights:
         import dataclasses
 

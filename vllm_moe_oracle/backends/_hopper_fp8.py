@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..kernels.fp8_weights import Fp8Weights
+    from ..kernels.weights import PackedWeights
 
 FP8_CAPABILITIES = dataclasses.replace(CAPABILITIES, groups=(MX_BLOCK,), formats=("standard",), lora=False)
 """What the kernels take in every weight format."""
@@ -33,40 +35,25 @@ class HopperFp8Backend(Backend):
     activation_precision = "fp8_token"
 
     def compile_keys(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:
-        """The same for all numbers of tokens and both weight formats: of a product's sizes Triton asks whether its rows
-        are whole tiles, of a row that is quantized the next power of two."""
+        """The same for all numbers of tokens: of a product's sizes Triton asks whether its rows are whole tiles, of a
+        row that is quantized the next power of two."""
+        from ..kernels import fp8_gemm, fp8_mxfp4_gemm
+
+        scheme = problem.scheme.name
+        tile_rows = (fp8_mxfp4_gemm if scheme == "mxfp4" else fp8_gemm).TILE_ROWS
         activation = problem.activation
         hidden, inner, has_map = problem.hidden_size, problem.intermediate_size, problem.parallel.ep > 1
-        product = ("hopper_fp8 product", problem.dtype, problem.has_bias)
-        rows = ("hopper_fp8 rows", problem.dtype, problem.local_experts, problem.top_k)
+        product = ("hopper_fp8 product", scheme, problem.dtype, problem.has_bias)
+        rows = ("hopper_fp8 rows", scheme, problem.dtype, problem.local_experts, problem.top_k)
         return frozenset({
             (*product, activation.gated, activation.name, activation.limit is None,
-             inner * (1 + activation.gated) % 256 == 0),
-            (*product, hidden % 256 == 0),
+             inner * (1 + activation.gated) % tile_rows == 0),
+            (*product, hidden % tile_rows == 0),
             (*rows, "x", (hidden - 1).bit_length()),
             (*rows, "h", (inner - 1).bit_length()),
-            ("hopper_fp8 lists", problem.local_experts, has_map),
+            ("hopper_fp8 lists", scheme, problem.local_experts, has_map),
             ("hopper_fp8 sum", problem.dtype, problem.top_k, has_map),
         })  # fmt: skip
-
-    def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
-        """The kernels' storage order.
-
-        Returns:
-            ``w13`` e4m3 `[R, H]`, ``w2`` `[H, I]`, their scales float32 `[R]` and `[H]`, biases the same; R: 2 I, or I
-            of a layer that is not gated. A row that does not fit (`validate_weights`) may have NaN for a scale.
-        """
-        from ..kernels.fp8_weights import pack_fp8_expert
-
-        converted: dict[str, Tensor] = {}
-        for name in ("w13", "w2"):
-            codes, scale, bias = pack_fp8_expert(
-                name, expert[name], expert[f"{name}_scale"], expert.get(f"{name}_bias"), problem.activation.gated
-            )
-            converted |= {name: codes, f"{name}_scale": scale}
-            if bias is not None:
-                converted[f"{name}_bias"] = bias
-        return converted
 
     def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
         """Experts over the kernels, with vLLM's workspaces as their scratch memory."""
@@ -103,18 +90,12 @@ class HopperFp8Backend(Backend):
 
         return builder.from_workspace_function(run, nbytes)
 
-    def _stored(self, tensors: Tensors, problem: Problem) -> Fp8Weights:
-        import torch
-
-        from ..kernels.fp8_weights import Fp8Matrix, Fp8Weights
-
-        w13, w2 = (
-            Fp8Matrix(tensors[name], tensors[f"{name}_scale"], tensors.get(f"{name}_bias")) for name in ("w13", "w2")
-        )
-        return Fp8Weights(w13, w2, getattr(torch, problem.dtype), problem.activation.gated)
+    @abstractmethod
+    def _stored(self, tensors: Tensors, problem: Problem) -> Fp8Weights | PackedWeights:
+        """The layer's weights as the kernels take them, from its kernel tensors."""
 
 
-def warm_up(weights: Fp8Weights, problem: Problem) -> None:
+def warm_up(weights: Fp8Weights | PackedWeights, problem: Problem) -> None:
     """Compiles the layer's kernels, or reads them from Triton's cache; every number of tokens runs the same ones."""
     import torch
 

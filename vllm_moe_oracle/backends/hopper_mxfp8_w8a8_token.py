@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-from ..core.decision import Numerics
+from ..core.decision import Numerics, ShardPlan
 from ..core.problem import Problem
 from ._contract import Tensors
 from ._hopper_fp8 import ACCUMULATION, ACTIVATION_NUMERICS, FP8_CAPABILITIES, HopperFp8Backend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..kernels.fp8_weights import Fp8Weights
 
 MAX_BLOCK_ERROR = 2.0**-9
 """Largest relative L2 error of a block of 32 weights: what rounding them to bfloat16 may change."""
@@ -29,6 +35,35 @@ class HopperMxfp8W8A8Token(HopperFp8Backend):
         ACTIVATION_NUMERICS,
         ACCUMULATION,
     )
+
+    def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
+        """The kernels' storage order.
+
+        Returns:
+            ``w13`` e4m3 `[R, H]`, ``w2`` `[H, I]`, their scales float32 `[R]` and `[H]`, biases the same; R: 2 I, or I
+            of a layer that is not gated. A row that does not fit (`validate_weights`) may have NaN for a scale.
+        """
+        from ..kernels.fp8_weights import pack_fp8_expert
+
+        converted: dict[str, Tensor] = {}
+        for name in ("w13", "w2"):
+            codes, scale, bias = pack_fp8_expert(
+                name, expert[name], expert[f"{name}_scale"], expert.get(f"{name}_bias"), problem.activation.gated
+            )
+            converted |= {name: codes, f"{name}_scale": scale}
+            if bias is not None:
+                converted[f"{name}_bias"] = bias
+        return converted
+
+    def _stored(self, tensors: Tensors, problem: Problem) -> Fp8Weights:
+        import torch
+
+        from ..kernels.fp8_weights import Fp8Matrix, Fp8Weights
+
+        w13, w2 = (
+            Fp8Matrix(tensors[name], tensors[f"{name}_scale"], tensors.get(f"{name}_bias")) for name in ("w13", "w2")
+        )
+        return Fp8Weights(w13, w2, getattr(torch, problem.dtype), problem.activation.gated)
 
     def validate_weights(self, expert: Tensors, problem: Problem) -> str:
         """The row with the block that would lose most, where that is more than `MAX_BLOCK_ERROR`."""

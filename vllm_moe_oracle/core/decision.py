@@ -108,6 +108,7 @@ class Answers:
         activations: precision in which inputs enter the products.
         layout: name of the layout that it converts to.
         only_by_name: why it runs the layer only when it is asked for by name; "" if it may be chosen.
+        few_tokens: which backend of the same layout runs its calls with up to so many tokens; None for none.
     """
 
     plan: ShardPlan
@@ -115,6 +116,7 @@ class Answers:
     activations: ActivationPrecision
     layout: str
     only_by_name: str = ""
+    few_tokens: TokenRange | None = None
 
 
 @dataclass(frozen=True, slots=True)

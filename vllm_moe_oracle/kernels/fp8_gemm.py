@@ -28,6 +28,9 @@ from .persistent import advance, begin_tiles, load_padded, skip_tile, take_tile,
 GROUP_TOKENS = gl.constexpr(64)
 COPY_ROWS = gl.constexpr(128)
 BK = gl.constexpr(128)
+TILE_ROWS = 256
+BLOCK_TOKENS = 128
+NUM_STAGES = 4
 TILE_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
 """How copies are laid out in shared memory: 128 bytes a row, in the matrix unit's swizzle."""
 _TILE_LAYOUT = gl.constexpr(TILE_LAYOUT)

@@ -5,16 +5,18 @@ All launches go to the current CUDA stream, depend only on shapes, and are safe 
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from . import fp8_gemm, fp8_quantize, prefill_launch
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from . import fp8_gemm, fp8_mxfp4_gemm, fp8_quantize, prefill_launch
 from .fp8_weights import Fp8Matrix, Fp8Weights
 from .fused_moe import aligned_offsets, check_arguments, resolve_activation, workspace_view
+from .weights import PackedMatrix, PackedWeights
 
-NUM_STAGES = 4  # of `fp8_gemm.product`
 
-
-def buffer_sizes(weights: Fp8Weights, tokens: int, top_k: int) -> dict[str, int]:
+def buffer_sizes(weights: Fp8Weights | PackedWeights, tokens: int, top_k: int) -> dict[str, int]:
     """Bytes of each part of a call's workspace.
 
     `wide` holds h, then the results of the second GEMM; `codes` holds x, then h, in e4m3; the other parts are the
@@ -25,12 +27,14 @@ def buffer_sizes(weights: Fp8Weights, tokens: int, top_k: int) -> dict[str, int]
     return wide | prefill_launch.sort_buffer_sizes(slots, weights.experts)
 
 
-def workspace_bytes(weights: Fp8Weights, tokens: int, top_k: int) -> int:
+def workspace_bytes(weights: Fp8Weights | PackedWeights, tokens: int, top_k: int) -> int:
     """Bytes of workspace that `fused_moe_fp8` needs, 16-byte aligned, with any content."""
     return aligned_offsets([*buffer_sizes(weights, tokens, top_k).values()])[-1]
 
 
-def _buffers(weights: Fp8Weights, tokens: int, top_k: int, workspace: torch.Tensor) -> dict[str, torch.Tensor]:
+def _buffers(
+    weights: Fp8Weights | PackedWeights, tokens: int, top_k: int, workspace: torch.Tensor
+) -> dict[str, torch.Tensor]:
     needs = buffer_sizes(weights, tokens, top_k)
     types = {"wide": weights.dtype, "codes": torch.float8_e4m3fn, "scales": torch.float32, "routers": torch.float32}
     starts = aligned_offsets([*needs.values()])[:-1]
@@ -43,7 +47,7 @@ def _buffers(weights: Fp8Weights, tokens: int, top_k: int, workspace: torch.Tens
 
 def fused_moe_fp8(
     x: torch.Tensor,
-    weights: Fp8Weights,
+    weights: Fp8Weights | PackedWeights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     *,
@@ -60,10 +64,15 @@ def fused_moe_fp8(
     """out[t] = sum over j of topk_weights[t, j] * expert(topk_ids[t, j])(x[t]); returns out.
 
     x and h enter the products as e4m3 with one float32 scale a token (`fp8_quantize.quantize_rows`), h after it was
-    rounded to x's dtype. Arguments as those of `fused_moe`; workspace: `workspace_bytes`. Raises ValueError on what
-    does not fit.
+    rounded to x's dtype. Arguments as those of `fused_moe`; weights: e4m3 with a scale per row, or MXFP4 as `fused_moe`
+    reads it in bfloat16, whose rows must keep `wgmma_fragments.MAX_E4M3_SPREAD`; workspace: `workspace_bytes`. Raises
+    ValueError on what does not fit.
     """
     check_arguments(x, weights, topk_weights, topk_ids, activation, out)
+    packed = isinstance(weights, PackedWeights)
+    if packed and (weights.format, weights.dtype) != ("mxfp4", torch.bfloat16):
+        raise ValueError(f"weights are {weights.format} for {weights.dtype}; expected mxfp4 for torch.bfloat16")
+    gemm: Any = fp8_mxfp4_gemm if packed else fp8_gemm
     tokens, top_k = topk_ids.shape
     available, needed = workspace.numel() * workspace.element_size(), workspace_bytes(weights, tokens, top_k)
     if available < needed:
@@ -79,7 +88,9 @@ def fused_moe_fp8(
         parts[part] for part in ("wide", "codes", "scales", "sorted", "routers", "blocks")
     )
     # add: `quantize_rows` reads the sums of the counts, which only `scan_chunks` stores.
-    prefill_launch.sort_slots(topk_weights, topk_ids, expert_map, experts, parts, add=True, pdl=pdl)
+    prefill_launch.sort_slots(
+        topk_weights, topk_ids, expert_map, experts, parts, add=True, pdl=pdl, block_tokens=gemm.BLOCK_TOKENS
+    )
     totals, padded = parts["counts"], prefill_launch.padded_experts(experts)
     blocks, options = prefill_launch.max_blocks(slots, experts), prefill_launch.launch_options(pdl)
     grid = (prefill_launch.num_sms(x.device),)
@@ -87,19 +98,24 @@ def fused_moe_fp8(
     def quantize(source: torch.Tensor, stride: int, columns: int, gather: bool) -> None:
         fp8_quantize.quantize_rows[(slots,)](
             source, codes, scales, ordered, totals, columns, stride, TOP_K=top_k, GATHER=gather,
-            EP=padded, BLOCK=1 << (columns - 1).bit_length(), num_warps=4, **options,
+            EP=padded, BLOCK=1 << (columns - 1).bit_length(), FRAGMENT_ORDER=packed or None,
+            num_warps=4, **options,
         )  # fmt: skip
 
-    def multiply(matrix: Fp8Matrix, width: int, down: bool, *act: float) -> None:
+    def multiply(matrix: Fp8Matrix | PackedMatrix, width: int, down: bool, *act: float) -> None:
         rows, columns = matrix.rows, matrix.columns
-        fp8_gemm.product[grid](
-            _tensor_descriptor(codes[: slots * columns].view(slots, columns), 64),
-            _tensor_descriptor(matrix.codes.view(-1, columns), 128), matrix.row_scale,
-            table if matrix.bias is None else matrix.bias, wide, scales, ordered, routers, table, blocks,
-            -(-rows // 256), columns, rows, width, *act, HAS_BIAS=matrix.bias is not None,
+        source = codes[: slots * columns].view(slots, columns)
+        if isinstance(matrix, PackedMatrix):
+            operands, sizes = _packed_descriptors(source, matrix), (width, matrix.codes.shape[1], *act, 16)
+        else:
+            weight_codes = matrix.codes.view(-1, columns)
+            operands, sizes = (_descriptor(source, 64), _descriptor(weight_codes, 128)), (rows, width, *act)
+        gemm.product[grid](
+            *operands, matrix.row_scale, table if matrix.bias is None else matrix.bias, wide, scales, ordered, routers,
+            table, blocks, -(-rows // gemm.TILE_ROWS), columns, *sizes, HAS_BIAS=matrix.bias is not None,
             ROUTER_WEIGHT=down != apply_router_weight_on_input, DOWN=down, GATED=weights.gated and not down,
-            ACTIVATION="" if down else name, HAS_LIMIT=limit is not None and not down, STAGES=NUM_STAGES,
-            ROTATE=rows % 256 > 0, num_warps=4, **options,
+            ACTIVATION="" if down else name, HAS_LIMIT=limit is not None and not down, STAGES=gemm.NUM_STAGES,
+            ROTATE=rows % gemm.TILE_ROWS > 0, num_warps=4, **options,
         )  # fmt: skip
 
     quantize(x, x.stride(0), hidden, True)
@@ -110,15 +126,26 @@ def fused_moe_fp8(
     return out
 
 
-def _tensor_descriptor(matrix: torch.Tensor, rows: int) -> object:
-    """The copy engine's description of a matrix that is read `rows` x 128 at a time."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
+def _descriptor(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
+    """The copy engine's description of an e4m3 matrix that is read `rows` x 128 at a time."""
     return TensorDescriptor.from_tensor(matrix, [rows, 128], fp8_gemm.TILE_LAYOUT)
 
 
+def _packed_descriptors(x: torch.Tensor, matrix: PackedMatrix) -> tuple[TensorDescriptor, ...]:
+    """The copy engine's descriptions of x and of all experts' codes and scales, as `fp8_mxfp4_gemm.product` reads them:
+    of lines of 128 bytes, a chunk of 64 rows and columns has 16, its scales of 128 columns have two."""
+    assert matrix.scales is not None
+    chunks = matrix.codes.shape[2], matrix.scales.shape[2]
+    codes, scales = matrix.codes.view(-1, chunks[0] * 16, 128), matrix.scales.view(-1, chunks[1] * 2, 32)
+    return (
+        _descriptor(x, 64),
+        TensorDescriptor.from_tensor(codes, [2, 32, 128], fp8_mxfp4_gemm.CODES_LAYOUT),
+        TensorDescriptor.from_tensor(scales, [2, 2, 32], fp8_mxfp4_gemm.SCALES_LAYOUT),
+    )
+
+
 def warmup(
-    weights: Fp8Weights,
+    weights: Fp8Weights | PackedWeights,
     top_k: int,
     *,
     activation: str,

@@ -70,15 +70,12 @@ def pack_fp8_expert(
 
     Args:
         which: "w13" or "w2".
-        codes: of MXFP4, uint8 `[N, K/2]`, or of MXFP8, float8_e4m3fn `[N, K]`.
+        codes: of MXFP8, float8_e4m3fn `[N, K]`.
         scales: e8m0, one byte each, `[N, K/32]`.
         bias: `[N]`, or None.
         gated: whether w13 has gate rows.
     """
     order = row_order(which, codes.shape[0], gated, codes.device)
-    scales = scales.view(torch.uint8)[order]
-    if codes.dtype == torch.float8_e4m3fn:
-        folded, row_scale, _ = e4m3_folding.fold_mxfp8(codes.view(torch.uint8)[order].view(codes.dtype), scales)
-    else:
-        folded, row_scale = e4m3_folding.fold_mxfp4(codes[order], scales)
+    ordered = codes.view(torch.uint8)[order].view(codes.dtype)
+    folded, row_scale, _ = e4m3_folding.fold_mxfp8(ordered, scales.view(torch.uint8)[order])
     return folded, row_scale, None if bias is None else bias[order].float()

@@ -91,6 +91,7 @@ def sort_slots(
     *,
     add: bool,
     pdl: bool,
+    block_tokens: int = MAX_BLOCK_TOKENS,
 ) -> None:
     """Launches the kernels of `prefill_route.py`, which fill the buffers of `sort_buffer_sizes` (see `place_slots`).
 
@@ -108,7 +109,7 @@ def sort_slots(
         prefill_route.scan_chunks[(padded,)](counts, totals, chunks, BLOCK=512, num_warps=4, **lists)
     prefill_route.place_slots[(max(chunks, experts),)](
         topk_ids, ids_map, topk_weights, counts, totals, buffers["sorted"], buffers["routers"], buffers["blocks"],
-        slots, chunks, experts, blocks, INLINE_SCAN=not add, BM=MAX_BLOCK_TOKENS, **chunked,
+        slots, chunks, experts, blocks, INLINE_SCAN=not add, BM=block_tokens, **chunked,
     )  # fmt: skip
 
 

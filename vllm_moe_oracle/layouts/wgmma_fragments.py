@@ -196,6 +196,28 @@ def shuffle_mx_scales(scales: torch.Tensor, top: int = 254) -> tuple[torch.Tenso
     return words, torch.nn.functional.pad(largest, (0, rows * 64 - scales.shape[0]))
 
 
+MAX_E4M3_SPREAD = 11
+"""The largest `scale_spread` of a row that e4m3 holds in normal numbers.
+
+Under the row's largest scale 6 becomes 384; 11 binades below it 0.5 becomes 2**-6, the smallest normal number.
+"""
+
+
+def scale_spread(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Binades from a row's largest scale down to the smallest one of a block with a code that is not zero.
+
+    Args:
+        codes: e2m1, uint8 `[N, K/2]`, K a multiple of 32.
+        scales: e8m0, uint8 `[N, K/32]`.
+
+    Returns:
+        int16 `[N]`, 0 for rows of zeros.
+    """
+    blocks = (codes & 0x77).view(torch.int64).view(codes.shape[0], -1, 2)
+    below = (scales.amax(dim=1, keepdim=True) - scales).to(torch.int16)
+    return below.masked_fill((blocks == 0).all(-1), 0).amax(dim=1)
+
+
 def unshuffle_mx_scales(
     words: torch.Tensor, largest: torch.Tensor, rows: int, columns: int, top: int = 254
 ) -> torch.Tensor:

@@ -195,6 +195,9 @@ _RULES: dict[str, _Rule] = {
     "hand_overs": lambda counts, problem: (
         "" if [*counts] == sorted({*counts}) and min(counts, default=1) > 0 else f"{counts} do not ascend from 1"
     ),
+    "few_tokens": lambda found, problem: (
+        "" if found is None or (found.max_tokens or 0) > 0 else f"its largest number of tokens is {found.max_tokens}"
+    ),
     "layout": lambda name, problem: "" if name.strip() else "it is empty",
 }
 """What the contract says of a method's result besides its type, given the method's first argument: mostly the

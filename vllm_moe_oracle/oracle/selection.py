@@ -18,6 +18,7 @@ from ..core.decision import (
     Reason,
     Rejected,
     ShardPlan,
+    TokenRange,
     format_candidates,
 )
 from ..core.measurement_set import MeasurementSet
@@ -144,7 +145,7 @@ def decide(
     Raises:
         NoBackendError: no backend can run the layer, or the requested one cannot (and ``on_unavailable`` is not
             ``fallback``). The message holds every candidate's every reason.
-        SettingError: the setting `disable` names an unknown backend.
+        SettingError: the setting `disable` names an unknown backend, or an override takes too long to match.
     """
     registry = registry if registry is not None else default_registry()
     candidates = evaluate_candidates(problem, device, settings, registry)
@@ -155,7 +156,8 @@ def decide(
         requested = _requested_candidates(request, case)
         chosen = next((candidate for candidate in requested if candidate.accepted), None)
         if chosen is not None:
-            return _with_tiles(case.decision(chosen, request.why, request.source), measurements)
+            decision = _with_few_tokens(case.decision(chosen, request.why, request.source), case)
+            return _with_tiles(decision, measurements)
         unavailable = _describe_unavailable(request, requested, case)
         if settings.on_unavailable == "error":
             raise _request_error(request, requested, unavailable, case)
@@ -286,6 +288,19 @@ def _is_uncertain(outcome: MeasuredOutcome) -> bool:
     return outcome.is_predicted and not outcome.time_saved and bool(outcome.slower_at)
 
 
+def _with_few_tokens(decision: Decision, case: _DecisionInput) -> Decision:
+    """An explicit choice, with the backend that runs its calls with few tokens on the same weights, if there is one."""
+    own = decision.candidate(decision.backend).answers
+    few = own.few_tokens
+    if few is None or not any(
+        each.backend == few.backend and each.answers.layout == own.layout for each in case.accepted
+    ):
+        return decision
+    ranges = few, TokenRange(decision.backend, None)
+    explanation = f"{decision.explanation}; by number of tokens: {', '.join(map(str, ranges))}, over the same weights"
+    return dataclasses.replace(decision, explanation=explanation, token_ranges=ranges)
+
+
 def _with_tiles(decision: Decision, measurements: MeasurementSet | None) -> Decision:
     """The decision with the fastest measured tile configurations in the plans of the backends that run the layer."""
     running = {decision.backend, *(each.backend for each in decision.token_ranges)}
@@ -377,12 +392,13 @@ def _ask(backend: Backend, problem: Problem, device: Device, settings: Settings)
     if reasons:
         return Candidate(backend.name, Rejected(tuple(reasons)), priority)
     numerics, layout = backend.numerics(problem), backend.layout(problem, plan)
-    answers = Answers(plan, numerics, consumed, layout, backend.only_by_name(problem, device))
+    by_name, few = backend.only_by_name(problem, device), backend.few_tokens(problem)
+    answers = Answers(plan, numerics, consumed, layout, by_name, few)
     return Candidate(backend.name, Accepted(), priority, answers)
 
 
 def _explicit_request(problem: Problem, settings: Settings, moe_backend: str) -> _ExplicitRequest | None:
-    override = first_match(settings.overrides, problem.layer)
+    override = first_match(settings.overrides, problem.layer, settings.source("overrides"))
     if override is not None:
         if override.backend == AUTO:
             return None
