@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from tests.lib import cli, faulty_backends, integer_checkpoints
 from tests.lib.checkpoints import Size, rewrite_tensors, write_checkpoint
 from tests.lib.integer_checkpoints import Integers
 from tests.lib.tiers import sampled
+from vllm_moe_oracle import settings
 from vllm_moe_oracle.backends.emulation import forward
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.measuring import verifying
@@ -95,8 +98,6 @@ def test_what_is_read_is_what_the_codes_stand_for(plain: Path, tmp_path: Path) -
     """The reader of tensors shares code with the scheme: here it is compared with the twin in float32."""
     from safetensors.torch import load_file
 
-    from vllm_moe_oracle import settings
-    from vllm_moe_oracle.checkpoint.files import read_checkpoint
     from vllm_moe_oracle.schemes import wna16
 
     target = tmp_path / "model"
@@ -297,6 +298,50 @@ def test_an_interrupted_run_continues(
     assert len(file.read_text().splitlines()) == 3
     third = run("verify", model, "--resume", file)
     assert third.status == 0 and "[" not in third.err.replace("[0m", "")
+
+
+def overwrite_scales(folder: Path, name: str) -> None:
+    """Writes NaN over a tensor in place; the file keeps its size and its time of change."""
+    file = folder / "model.safetensors"
+    times = file.stat()
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    first, last = (8 + length + each for each in json.loads(data[8 : 8 + length])[name]["data_offsets"])
+    file.write_bytes(data[:first] + b"\xff" * (last - first) + data[last:])
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert file.stat().st_mtime_ns == times.st_mtime_ns and file.stat().st_size == times.st_size
+
+
+def test_a_resume_file_of_tensors_that_have_changed(run: cli.Run, model: Path, tmp_path: Path) -> None:
+    folder, file = rewrite_tensors(model, tmp_path / "changed", lambda tensors: None), tmp_path / "resume.jsonl"
+    assert run("verify", folder, "--resume", file).status == 0
+    kept = file.read_bytes()
+    overwrite_scales(folder, f"{EXPERT}.gate_proj.weight_scale")
+    found = run("verify", folder, "--resume", file)
+    assert found.status == 2 and "of files that have changed since" in found.err and file.read_bytes() == kept
+
+
+def test_a_resume_file_of_other_kernels(model: Path) -> None:
+    """A third party's package is another version, or a layer's tiles were measured anew."""
+    config, here = read_checkpoint(model), detect.detect()
+    backend = faulty_backends.Faulty("right")
+
+    def identity(packages: dict[str, str], tiles: tuple[tuple[int, str], ...] = ()) -> str:
+        only = Registry()
+        only.add(backend, "a test", packages)
+        with verifying.Verification(config, here, settings.load({}), only) as made:
+            for place, each in enumerate(made.plans):
+                assert each.decision is not None
+                (candidate,) = each.decision.candidates
+                plan = dataclasses.replace(candidate.answers.plan, tiles=tiles)
+                candidate = dataclasses.replace(candidate, known=dataclasses.replace(candidate.answers, plan=plan))
+                decision = dataclasses.replace(each.decision, candidates=(candidate,))
+                made.plans[place] = dataclasses.replace(each, decision=decision)
+            return made._identity(config)
+
+    assert identity({"theirs": "1.0"}) == identity({"theirs": "1.0"})
+    assert identity({"theirs": "1.0"}) != identity({"theirs": "1.1"})
+    assert identity({}) != identity({}, tiles=((8, "{}"),))
 
 
 def test_a_resume_file_that_cannot_be_used(run: cli.Run, model: Path, tmp_path: Path) -> None:

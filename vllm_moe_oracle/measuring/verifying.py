@@ -117,6 +117,16 @@ class LayerPlan:
             return ()
         return tuple(dict.fromkeys(each.backend for each in self.decision.token_ranges)) or (self.decision.backend,)
 
+    @property
+    def compared(self) -> str:
+        """What the calls depend on besides the backends: the ranges of tokens, and each candidate's shard plan with the
+        tiles that were measured. Times are no part of it."""
+        if self.decision is None:
+            return self.failure
+        plans = {each.backend: each.answers.plan for each in self.decision.candidates if each.accepted}
+        ends = [(each.backend, each.max_tokens) for each in self.decision.token_ranges]
+        return repr((ends, plans))
+
 
 class Verification:
     """A checkpoint that is ready to be verified; closes its files as a context manager.
@@ -124,7 +134,8 @@ class Verification:
     Attributes:
         plans: the layers with quantized experts, in order.
         layers: all MoE layers of the checkpoint.
-        identity: a digest of the checkpoint, the machine, the versions and the layers as they are decided.
+        identity: a digest of the checkpoint and the state of its files, the machine, the versions, third parties'
+            included, and the layers as they are decided.
     """
 
     def __init__(
@@ -210,7 +221,8 @@ class Verification:
             None if config.quantization is None else config.quantization[0],
             self.files.identity,
             msgspec.to_builtins(self.device),
-            [(each.problem.layer, str(each.problem), each.backends) for each in self.plans],
+            {each.name: (self.registry.origin(each.name), self.registry.packages(each.name)) for each in self.registry},
+            [(each.problem.layer, repr(each.problem), each.backends, each.compared) for each in self.plans],
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -346,8 +358,8 @@ class ResumeFile:
             verification: what it must be of.
 
         Raises:
-            MeasurementError: it cannot be read or written, is no such file, or is of another checkpoint, machine,
-                release or decision.
+            MeasurementError: it cannot be read or written, is no such file, or is of another checkpoint, of files that
+                have changed since, or of another machine, version or decision.
         """
         self.path = path
         self.results: Mapping[tuple[str, str], LayerResult] = {}
@@ -399,7 +411,7 @@ def _read_results(
     if not isinstance(first, dict) or first.get("kind") != header["kind"]:
         raise MeasurementError("is not a file of verify --resume", remedy, str(path))
     if first.get("identity") != header["identity"]:
-        rule = "is of another checkpoint, machine, release, or of other decisions"
+        rule = "is of another checkpoint, of files that have changed since, or of another machine, version or decision"
         raise MeasurementError(rule, remedy, str(path))
     if len(lines) > 1 + 2 * max(len(known), 1):
         raise MeasurementError(f"has {len(lines)} lines for {len(known)} results", remedy, str(path))

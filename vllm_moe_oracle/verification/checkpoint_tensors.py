@@ -55,7 +55,13 @@ Shards = Mapping[str, str]
 
 
 class TensorFiles:
-    """The tensors in a checkpoint's safetensors files, by name. Files stay open, and are mapped, not read."""
+    """The tensors in a checkpoint's safetensors files, by name. Files stay open, and are mapped, not read.
+
+    Attributes:
+        folder: the checkpoint's.
+        identity: of each file its name, its size in bytes, and when its content and its entry were last changed, in
+            nanoseconds. A tool that writes into a file and puts its time of change back does not reach the last one.
+    """
 
     def __init__(self, folder: Path) -> None:
         """
@@ -73,7 +79,7 @@ class TensorFiles:
         self._files: dict[str, Any] = {}
         with boundary(CheckpointError, "cannot be read", where=str(folder)):
             paths = _files_of(folder)
-            self.identity = tuple((path.name, path.stat().st_size) for path in paths)
+            self.identity = tuple(map(_file_identity, paths))
         try:
             for path in paths:
                 with boundary(CheckpointError, "cannot be read", where=str(path)):
@@ -124,6 +130,11 @@ class TensorFiles:
             if index is None:
                 return self._files[name].get_tensor(name)  # type: ignore[no-any-return]  # safetensors has no types
             return self._files[name].get_slice(name)[index : index + 1][0]  # type: ignore[no-any-return]  # safetensors has no types
+
+
+def _file_identity(path: Path) -> tuple[str, int, int, int]:
+    found = path.stat()
+    return path.name, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _files_of(folder: Path) -> list[Path]:
