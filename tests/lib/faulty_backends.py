@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
+import logging
 import os
 import signal
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -464,6 +467,30 @@ FAULTS: dict[str, Faulty] = {
     )
 }
 """One fault each, by name, for tests and tools."""
+
+
+SETTING_CHANGES: dict[str, Callable[[], object]] = {
+    "default dtype": lambda: torch.set_default_dtype(torch.float16),
+    "default device": lambda: torch.set_default_device("meta"),
+    "gradient mode": lambda: torch.set_grad_enabled(not torch.is_grad_enabled()),
+    "autocast": lambda: torch.autocast("cpu").__enter__(),
+    "anomaly detection": lambda: torch.autograd.set_detect_anomaly(True),
+    "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "switches of mkldnn and cuDNN": lambda: torch.backends.mkldnn.set_flags(False),  # type: ignore[attr-defined]
+    "precision of float32 products": lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),  # type: ignore[attr-defined]
+    "flushing of subnormal numbers": lambda: torch.set_flush_denormal(True),
+    "CUDA device and stream": lambda: torch.cuda.set_stream(torch.cuda.Stream()),
+    "CPU affinity": lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
+    "working directory": lambda: os.chdir("/"),
+    "umask": lambda: os.umask(0),
+    "signal handlers": lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+    "garbage collection": gc.disable,
+    "level of disabled logging": lambda: logging.disable(logging.CRITICAL),
+    "recursion limit": lambda: sys.setrecursionlimit(5000),
+    "seed of random numbers": lambda: torch.manual_seed(0),
+}
+"""What changes a setting of the process, by its name in `process_state`."""
 
 
 def check(backend: Emulation, layer: Problem, loaded: dict[str, Tensor]) -> self_check.Comparison:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -85,26 +84,17 @@ def test_every_small_number_of_tokens_is_tried() -> None:
     assert {*seen} >= {*range(1, inputs.NUM_TOKENS + 1), 20, 21, 191, 192}
 
 
-SETTINGS = {
-    "default dtype": lambda: torch.set_default_dtype(torch.float16),
-    "default device": lambda: torch.set_default_device("meta"),
-    "gradient mode": lambda: torch.set_grad_enabled(not torch.is_grad_enabled()),
-    "number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
-    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
-    "precision of float32 products": lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),  # type: ignore[attr-defined]
-    "flushing of subnormal numbers": lambda: torch.set_flush_denormal(True),
-    "seed of random numbers": lambda: torch.manual_seed(0),
-}
+SETTINGS = ("default dtype", "autocast", "CPU affinity", "seed of random numbers")
+"""One of torch, one of the backend that is checked next, one of the process, and torch's random numbers."""
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_of_torch_that_a_kernel_changes_is_named_and_put_back(name: str) -> None:
-    read = [read for read, _ in process_state._SETTINGS.values()]
-    numbers = torch.get_rng_state()
-    before = [each() for each in read]
-    found = check(Faulty("sets", compute=lib.sets(SETTINGS[name])), LAYERS["16 bit"], weights(LAYERS["16 bit"]))
-    assert not found.passed and f"the kernel has changed torch's {name}" in found.fault
-    assert [each() for each in read] == before and torch.equal(torch.get_rng_state(), numbers)
+def test_a_setting_that_a_kernel_changes_is_named_and_put_back(name: str) -> None:
+    kernel = Faulty("sets", compute=lib.sets(lib.SETTING_CHANGES[name]))
+    with process_state.kept() as changed:
+        found = check(kernel, LAYERS["16 bit"], weights(LAYERS["16 bit"]))
+    assert not found.passed and f"the kernel has changed the process's {name}" in found.fault
+    assert not changed
 
 
 def test_what_the_first_calls_of_a_kernel_set_is_put_back_and_no_fault() -> None:
@@ -119,39 +109,6 @@ def test_what_the_first_calls_of_a_kernel_set_is_put_back_and_no_fault() -> None
 
     assert check(Faulty("sets", compute=lib.sets(sets_once)), LAYERS["16 bit"], weights(LAYERS["16 bit"])).passed
     assert torch.get_default_dtype() == torch.float32
-
-
-def test_a_setting_is_put_back_when_a_kernel_raises() -> None:
-    def raises() -> None:
-        torch.set_default_dtype(torch.float16)
-        raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError, match="no"), process_state.kept():
-        raises()
-    assert torch.get_default_dtype() == torch.float32
-
-
-@pytest.mark.parametrize("common", ["highest", "high"])
-def test_precisions_that_a_kernel_sets_by_either_interface_stay_readable(common: str) -> None:
-    """torch raises where the common precision is read after one library's was set by the other interface."""
-    libraries = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    own = [each.fp32_precision for each in libraries]
-    changes: tuple[Callable[[], object], ...] = (
-        lambda: torch.set_float32_matmul_precision("medium"),
-        lambda: setattr(libraries[0], "fp32_precision", "tf32" if common == "highest" else "ieee"),
-    )
-    try:
-        torch.set_float32_matmul_precision(common)
-        for change in changes:
-            with process_state.kept() as changed:
-                change()
-            assert changed == ["precision of float32 products"]
-            assert torch.get_float32_matmul_precision() == common
-            assert torch.backends.cuda.matmul.allow_tf32 == (common == "high")
-    finally:
-        torch.set_float32_matmul_precision("highest")
-        for library, precision in zip(libraries, own, strict=True):
-            library.fp32_precision = precision
 
 
 @pytest.mark.parametrize("wrong", [100, 101])

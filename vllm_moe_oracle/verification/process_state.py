@@ -2,13 +2,16 @@
 
 A kernel that leaves another default dtype, or that seeds torch's random numbers, may give right outputs itself. What is
 wrong is the rest of the server: layers that are built afterwards, tokens that are drawn, and a server that no signal
-ends.
+ends. The backend that is checked next may fail for it, too.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -51,36 +54,149 @@ def _set_float32_precisions(precisions: tuple[str, list[str]]) -> None:
     set_fp32_precisions(own)
 
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
-def _signal_handlers() -> list[Any]:
-    return [signal.getsignal(number) for number in _SIGNALS]
+def _autocast() -> tuple[bool, list[tuple[bool, torch.dtype]]]:
+    """Whether casts are kept, and for each device whether operations cast their inputs, and to what."""
+    devices = [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in _AUTOCAST_DEVICES]
+    return torch.is_autocast_cache_enabled(), devices
 
 
-def _set_signal_handlers(handlers: list[Any]) -> None:
+def _set_autocast(state: tuple[bool, list[tuple[bool, torch.dtype]]]) -> None:
+    keeps_casts, devices = state
+    torch.set_autocast_cache_enabled(keeps_casts)
+    for device, (enabled, dtype) in zip(_AUTOCAST_DEVICES, devices, strict=True):
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+    torch.clear_autocast_cache()
+
+
+def _deterministic() -> tuple[int, bool]:
+    return torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+
+
+def _set_deterministic(state: tuple[int, bool]) -> None:
+    mode, torch.utils.deterministic.fill_uninitialized_memory = state
+    torch.set_deterministic_debug_mode(mode)
+
+
+_LIBRARY_SWITCHES = (
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+)
+
+
+def _library_switches() -> list[bool]:
+    return [read() for read, _ in _LIBRARY_SWITCHES]
+
+
+def _set_library_switches(switches: list[bool]) -> None:
+    for (_, put), switch in zip(_LIBRARY_SWITCHES, switches, strict=True):
+        put(switch)
+
+
+def _anomaly_mode() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _cuda_stream() -> tuple[int, int, int]:
+    """The current stream by its number, its device, and torch's number for CUDA: the first ones without CUDA."""
+    if not torch.cuda.is_initialized():  # a question would initialize it
+        return 0, 0, 1
+    found: tuple[int, int, int] = torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())
+    return found
+
+
+def _set_cuda_stream(stream: tuple[int, int, int]) -> None:
+    """Makes the stream and its device current, by the function that vLLM replaces to know the stream itself."""
+    number, device, kind = stream
+    torch.cuda.set_stream(torch.cuda.Stream(stream_id=number, device_index=device, device_type=kind))
+
+
+def _working_directory() -> str:
+    """ "" where it was removed."""
+    with suppress(OSError):
+        return os.getcwd()
+    return ""
+
+
+def _umask() -> int:
+    """The permissions that new files lack. Setting it would be quicker, and seen by files that other threads make."""
+    with suppress(OSError), open("/proc/self/status", "rb", buffering=0) as status:
+        _, found, rest = status.read(512).partition(b"\nUmask:")
+        if found:
+            return int(rest.split(maxsplit=1)[0], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _collection() -> tuple[bool, tuple[int, int, int]]:
+    return gc.isenabled(), gc.get_threshold()
+
+
+def _set_collection(state: tuple[bool, tuple[int, int, int]]) -> None:
+    enabled, threshold = state
+    gc.set_threshold(*threshold)
+    (gc.enable if enabled else gc.disable)()
+
+
+_SIGNALS = tuple(
+    getattr(signal, f"SIG{name}") for name in ("TERM", "INT", "CHLD", "HUP", "PIPE", "ALRM", "USR1", "USR2")
+)
+
+
+def _signals() -> tuple[list[Any], set[int]]:
+    """The handler of each of `_SIGNALS`, and the signals that this thread does not take."""
+    return [signal.getsignal(number) for number in _SIGNALS], signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def _set_signals(state: tuple[list[Any], set[int]]) -> None:
+    handlers, blocked = state
     with suppress(ValueError):  # in another thread than the main one, which could not have changed them either
         for number, handler in zip(_SIGNALS, handlers, strict=True):
-            signal.signal(number, handler)
+            if handler is not None:  # one that was not installed from Python cannot be put back from there
+                signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default device": (_default_device, torch.set_default_device),
     "gradient mode": (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    "autocast": (_autocast, _set_autocast),
+    "anomaly detection": (_anomaly_mode, lambda mode: torch.set_anomaly_enabled(*mode)),
     "number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "deterministic algorithms": (_deterministic, _set_deterministic),
+    "switches of mkldnn and cuDNN": (_library_switches, _set_library_switches),
     "precision of float32 products": (_float32_precisions, _set_float32_precisions),
     "flushing of subnormal numbers": (_flushes_subnormals, torch.set_flush_denormal),
-    "working directory": (os.getcwd, os.chdir),
-    "handlers of SIGTERM and SIGINT": (_signal_handlers, _set_signal_handlers),
+    "CUDA device and stream": (_cuda_stream, _set_cuda_stream),
+    "CPU affinity": (lambda: os.sched_getaffinity(0), lambda cpus: os.sched_setaffinity(0, cpus)),
+    "working directory": (_working_directory, os.chdir),
+    "umask": (_umask, os.umask),
+    "signal handlers": (_signals, _set_signals),
+    "garbage collection": (_collection, _set_collection),
+    "level of disabled logging": (lambda: logging.root.manager.disable, logging.disable),
+    "recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
 }
-"""How to read a setting, and how to put it back."""
+"""How to read a setting, and how to put it back. Reading all of them takes 50 µs on a server's CPU, most of it for
+the umask."""
+
+
+def _generators() -> list[torch.Generator]:
+    """torch's random numbers on the host, and those of the current GPU."""
+    gpu = [torch.cuda.default_generators[torch._C._cuda_getDevice()]] if torch.cuda.is_initialized() else []
+    return [torch.default_generator, *gpu]
 
 
 @contextmanager
 def kept() -> Iterator[list[str]]:
-    """Keeps the settings, and torch's random numbers on the host, as they are: what is changed meanwhile is put back.
+    """Keeps the settings, and torch's random numbers, as they are: what is changed meanwhile is put back.
 
     Yields:
         The names of the settings that were changed, once the context has ended without an exception. Drawing random
@@ -88,15 +204,17 @@ def kept() -> Iterator[list[str]]:
     """
     changed: list[str] = []
     before = {name: read() for name, (read, _) in _SETTINGS.items()}
-    random = torch.default_generator
-    numbers = random.get_state()
-    random.manual_seed(_SEED)
+    random = [(each, each.get_state()) for each in _generators()]
+    for each, _ in random:
+        each.manual_seed(_SEED)
     try:
         yield changed
-        changed += ["seed of random numbers"] * (random.initial_seed() != _SEED)
+        changed += ["seed of random numbers"] * any(each.initial_seed() != _SEED for each, _ in random)
     finally:
-        random.set_state(numbers)
+        for each, numbers in random:
+            each.set_state(numbers)
         for name, (read, put) in _SETTINGS.items():
             if read() != before[name]:
                 changed.append(name)
-                put(before[name])
+                with suppress(OSError):  # a folder that was removed, or a CPU that went away
+                    put(before[name])

@@ -243,7 +243,7 @@ class Calls:
         if names:
             words.append(f"the kernel has changed its {' and '.join(names)}")
         if self._settings[index]:
-            words.append(f"the kernel has changed torch's {' and '.join(self._settings[index])}")
+            words.append(f"the kernel has changed the process's {' and '.join(self._settings[index])}")
         return f"call {index + 1}, {len(rows)} tokens: {' and '.join(words)}" if words else ""
 
 
