@@ -178,7 +178,7 @@ class Settings:
     )
     strict: bool = _flag(
         False,
-        "raise an error instead of standing down, and for settings without effect (an override that matches no layer, "
+        "raise an error instead of standing down, and for settings without effect (an override that decides no layer, "
         "a profile that cannot be read)",
         startup_only=True,
         shared=False,

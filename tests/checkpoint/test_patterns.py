@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_moe_oracle.errors import CheckpointError
-from vllm_moe_oracle.quantization import patterns
-from vllm_moe_oracle.quantization.patterns import (
+from vllm_moe_oracle.core import patterns
+from vllm_moe_oracle.core.patterns import (
     BoundedPattern,
     MatchBudget,
     NameParts,
@@ -20,6 +19,7 @@ from vllm_moe_oracle.quantization.patterns import (
     SearchList,
     WildcardPattern,
 )
+from vllm_moe_oracle.errors import CheckpointError
 
 NAMES = [
     "", "lm_head", "model.layers.0.mlp.gate", "model.layers.10.mlp.experts.3.gate_proj", "a", "ab", "aab", "A.B\n",

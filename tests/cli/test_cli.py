@@ -499,6 +499,8 @@ def test_a_device_can_come_from_a_file(run: Run, write: Write, tmp_path: Path) -
         (("CONFIG", "--set", "enabled=perhaps"), "'perhaps' is not a boolean"),
         (("CONFIG", "--set", "backend=a", "--backend", "b"), "--backend: --set backend is given, too. Leave one"),
         (("CONFIG", "--set", r"overrides=re:rs\.99\.=emulation"), r"re:rs\.99\. matches no layer: the model has 48"),
+        (("CONFIG", "--set", "overrides=re:rs=marlin;re:rs\\.1\\.=emulation"), "decides no layer: all that it"),
+        (("CONFIG", "--set", "overrides=re:(.|..)+(?<=z)$=emulation"), "takes more than 0.1 s to"),
         (("CONFIG", "--set", "overrides=re:(=emulation"), "is not a regular expression"),
         (("CONFIG", "--set", "disable=nothing"), "'nothing'"),
         (("CONFIG", "--backend", "marlin_mxfp9"), "--backend: 'marlin_mxfp9' is not a backend. Did you"),

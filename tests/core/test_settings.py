@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_moe_oracle.core.overrides import Override, first_match
+from vllm_moe_oracle.core.overrides import Override, first_match, unused_override_errors
 from vllm_moe_oracle.errors import SettingError
 from vllm_moe_oracle.settings import FIELDS, Settings, env_var, get_env, is_strict, load
 
@@ -120,6 +121,8 @@ BAD: list[tuple[str, object, str]] = [
     ("overrides", "re:(=x", r"re:\( is not a regular expression: missing \)"),
     ("overrides", "re:a{99999999999999999999}=x", "is not a regular expression: the repetition number is too large"),
     ("overrides", "re:a=b;layers=c", r"'layers=c': the pattern of an override begins with re:. Write re:"),
+    ("overrides", "re:((((a?){40}){40}){40}){40}x=b", "repeats a part more than 10000 times"),
+    ("overrides", f"re:{'a' * 20_001}=b", "has 20001 characters, more than 20000"),
     ("overrides", 3, "3 is not a text of overrides"),
     ("overrides", ["re:a=b"], r"\['re:a=b'\] is not a text of overrides. Write re:layers\\.\[0-9\]\\.=marlin, several"),
     ("overrides", {"re:a": "b"}, "is not a text of overrides. Write re:"),
@@ -271,6 +274,50 @@ def test_the_first_match_in_the_order_given_counts() -> None:
     found = [first_match(overrides, f"model.layers.{i}.x") for i in (1, 2)]
     assert [match.backend for match in found if match] == ["a", "b"]
     assert first_match(overrides, "lm_head") is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "refused"),
+    [
+        ("(.+)+x$", False),
+        ("(?:(?:.+)+)+!", False),
+        (".*.*.*.*.*.*.*.*!", False),
+        ("(a|aa)+$", True),
+        ("(.|..)+(?<=z)$", True),
+    ],
+)
+def test_a_pattern_that_backtracks_for_hours_ends_soon(pattern: str, refused: bool) -> None:
+    overrides = load({}, None, {"overrides": f"re:{pattern}=emulation"}).overrides
+    said, start = "", time.process_time()
+    try:
+        for layer in range(100):
+            assert first_match(overrides, f"model.{'a' * 60}.layers.{layer}.mlp.experts", "--set overrides") is None
+    except SettingError as error:
+        said = str(error)
+    assert time.process_time() - start < 1
+    message = f"--set overrides: override re:{pattern} takes more than 0.1 s to match the name of one layer. Write it"
+    assert said.startswith(message) if refused else not said
+
+
+UNUSED = [
+    ("re:layers=a", []),
+    (r"re:layers\.1\.=a;re:layers=b", []),
+    (r"re:layers=a;re:layers\.1\.=b", [r"layers\.1\.=b decides no layer .* by re:layers=a before it"]),
+    (r"re:layers=a;re:layers\.1\.=a", [r"layers\.1\.=a decides no layer"]),
+    ("re:layers=a;re:layers=a", ["re:layers=a decides no layer .* by re:layers=a before it"]),
+    (r"re:s\.0=a;re:s\.[12]=b;re:layers=c", [r"layers=c decides no layer: all .* by re:s\.0=a, re:s\.[12]=b before"]),
+    (r"re:s\.0=a;re:nowhere=b;re:layers=c", ["re:nowhere matches no layer: the model has 3 quantized MoE layers"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), UNUSED)
+def test_overrides_without_effect_are_errors(text: str, expected: list[str]) -> None:
+    layers = [f"model.layers.{index}.mlp.experts" for index in range(3)]
+    overrides = load({}, None, {"overrides": text}).overrides
+    found = [str(error) for error in unused_override_errors(overrides, layers, "here", layers)]
+    assert len(found) == len(expected)
+    for said, words in zip(found, expected, strict=True):
+        assert said.startswith("here: override re:") and all(part in said for part in words.split(" .* "))
 
 
 WORDS = st.text("ab=;:,re ()[\\{}09", max_size=10)

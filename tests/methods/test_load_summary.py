@@ -127,6 +127,17 @@ def test_an_override_that_matches_nothing_is_a_warning_or_an_error(
     assert caught.value.where == "--additional-config moe_oracle.overrides"
 
 
+def test_an_override_behind_another_that_matches_the_same_has_no_effect(
+    release: Release, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = {"overrides": r"re:layers=fast;re:layers\.0\.=wanted"}
+    load_model(release, names(2), load({}, {"moe_oracle": section}))
+    (warning,) = words(caplog, logging.WARNING)
+    assert r"override re:layers\.0\.=wanted decides no layer: all that it matches are decided by re:layers=" in warning
+    with pytest.raises(SettingError, match="decides no layer"):
+        load_model(release, names(2), load({"MOE_ORACLE_STRICT": "1"}, {"moe_oracle": section}))
+
+
 def test_an_override_for_layers_of_another_pipeline_stage_is_right(
     release: Release, caplog: pytest.LogCaptureFixture
 ) -> None:

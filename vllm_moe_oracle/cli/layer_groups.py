@@ -90,7 +90,7 @@ def group_layers(
     for problem in problems:
         kind = problem.key()
         # Equal layers get equal decisions, unless an override names one of them.
-        case = (kind, first_match(settings.overrides, problem.layer))
+        case = (kind, first_match(settings.overrides, problem.layer, settings.source("overrides")))
         if case not in known:
             if kind not in evidence:
                 evidence[kind] = lookup.find_measurements(problem, device, settings)

@@ -23,7 +23,7 @@ import msgspec
 from .. import __version__, decision_records
 from ..compat import current_adapter
 from ..core.decision import Decision
-from ..core.overrides import unmatched_override_error, unmatched_overrides
+from ..core.overrides import unused_override_errors
 from ..devices import detect
 from ..errors import NoBackendError, sanitize
 from ..measurements.tune_command import tune_command
@@ -162,7 +162,7 @@ def record_conversion(decision: Decision) -> None:
     """Records that a layer is ready; after the last one logs how many of the model's MoE layers run through the oracle.
 
     Raises:
-        SettingError: an override matches no layer of the model, and the setting `strict` is on.
+        SettingError: an override decides no layer of the model, and the setting `strict` is on.
     """
     layer = decision.problem.layer
     _model.decisions[layer] = decision  # the self-check may have switched the backend
@@ -201,8 +201,7 @@ def _check_overrides(settings: Settings) -> None:
     adapter, names = current_adapter(), list(_model.decisions)
     if adapter.is_pipeline_stage():  # the layers of other stages have such names with other numbers
         names += [_LAYER_NUMBER.sub(str(n), each, count=1) for n in range(adapter.num_layers()) for each in names]
-    for override in unmatched_overrides(settings.overrides, names):
-        error = unmatched_override_error(override, _model.decisions, settings.source("overrides"))
+    for error in unused_override_errors(settings.overrides, names, settings.source("overrides"), _model.decisions):
         if settings.strict:
             raise error
         logger.warning("moe_oracle: %s", error)

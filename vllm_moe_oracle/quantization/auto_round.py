@@ -6,11 +6,11 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ..core.patterns import BoundedPattern, InvalidPatternError, MatchBudget, SearchList
 from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_integer, read_string, short_repr, shortened
 from .gptq import refused_linear_scheme
-from .patterns import BoundedPattern, InvalidPatternError, MatchBudget, SearchList
 from .types import (
     LINEAR_LAYER,
     ExpertFormat,

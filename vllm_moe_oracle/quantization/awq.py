@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..core.patterns import MatchBudget, NameParts
 from ..core.problem import Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_integer, read_names, read_string, short_repr
-from .patterns import MatchBudget, NameParts
 from .types import FormatLookup, QuantConfigFormat
 
 _UNSUPPORTED_PACKINGS = ("gemv", "gemv_fast", "llm-awq", "marlin")

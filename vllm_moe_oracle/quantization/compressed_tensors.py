@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from ..core.patterns import MatchBudget, PatternList
 from ..core.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_config_groups, read_integer, read_names, read_string, short_repr, shortened
-from .patterns import MatchBudget, PatternList
 from .types import (
     UNLISTED,
     ExpertFormat,

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from ..core.patterns import MatchBudget, PatternList, WildcardPattern
 from ..errors import CheckpointError
-from .patterns import MatchBudget, PatternList, WildcardPattern
 
 
 def short_repr(value: object) -> str:

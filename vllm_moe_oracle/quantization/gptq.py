@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from ..core.patterns import MatchBudget, NameParts, PatternList
 from ..core.problem import ActOrder, Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_integer, read_names, read_string, short_repr
-from .patterns import MatchBudget, NameParts, PatternList
 from .types import (
     LINEAR_LAYER,
     UNLISTED,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.patterns import MatchBudget, NameParts, WildcardPattern
 from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
 from ..errors import CheckpointError
 from ..releases import min_versions
@@ -20,7 +21,6 @@ from .fields import (
     read_string,
     short_repr,
 )
-from .patterns import MatchBudget, NameParts, WildcardPattern
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, UnsupportedFormat
 
 

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ..core.patterns import MatchBudget, PatternList, WildcardPattern
 from ..core.problem import MX_BLOCK, Scheme
 from ..errors import CheckpointError
 from .fields import any_at_or_below, has_wildcard, read_names, read_string, short_repr
-from .patterns import MatchBudget, PatternList, WildcardPattern
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, UnsupportedFormat
 
 

@@ -18,7 +18,7 @@ from ...checkpoint.ranks import Ranks
 from ...checkpoint.serving import as_served, is_round_robin, why_eplb_is_refused
 from ...compat import check_platform, check_release, ignored_env_vars
 from ...core.lora import targets_experts
-from ...core.overrides import unmatched_override_error, unmatched_overrides
+from ...core.overrides import unused_override_errors
 from ...core.problem import Device, Problem
 from ...devices import catalog, detect
 from ...devices.catalog import known_device_names
@@ -153,13 +153,13 @@ def command(
     machine = _with_vllm(_resolve_device(device), vllm)
     ranks = Ranks(tp, dp, ep, effective_all2all(all2all_backend or DEFAULT_ALL2ALL, vllm_version(machine)))
     layers = _find_layers(path, quantization, ranks, chosen, machine)
-    unmatched = [*_check_overrides_match(chosen, layers)]
+    unused = [*_check_overrides(chosen, layers)]
     invariant = batch_invariant_variable() if batch_invariant is None else batch_invariant
     server = _Server(machine, chosen, ranks, moe_backend, invariant, lora, lora_target_modules, eplb, round_robin)
     asked = batch_invariant if batch_invariant is not None else invariant or None
     measure = tune_command(path, chosen, tp=tp, dp=dp, ep=ep, quantization=quantization, batch_invariant=asked)
     groups = server.group(layers, measure)
-    notes = [*unmatched, *_notes(server, layers, groups, all2all_backend)]
+    notes = [*unused, *_notes(server, layers, groups, all2all_backend)]
     if device == "auto" and machine.kind == "cpu":
         rule = f"this machine has no GPU ({machine.name}): --device h100, or another name, answers for one with a GPU"
         notes.insert(0, rule)
@@ -390,16 +390,15 @@ def _activation_notes(layers: MoeLayers, settings: Settings) -> Iterator[str]:
         yield f"activations are {asked} by {source}, the checkpoint declares {' and '.join(declared)}"
 
 
-def _check_overrides_match(settings: Settings, layers: MoeLayers) -> Iterator[str]:
+def _check_overrides(settings: Settings, layers: MoeLayers) -> Iterator[str]:
     """Says which settings of the environment would change nothing, as a misspelled name and a stale expression do.
 
     Raises:
         SettingError: another place has such a setting, or a strict server would not start.
     """
     found = [problem.layer for problem in (*layers.problems, *layers.mtp_problems)]
-    for override in unmatched_overrides(settings.overrides, found):
-        source = settings.source("overrides")
-        error = unmatched_override_error(override, found, source, compact_layer_names(found))
+    source = settings.source("overrides")
+    for error in unused_override_errors(settings.overrides, found, source, found, compact_layer_names(found)):
         if settings.strict or not source.startswith("environment"):
             raise error
         yield f"{error}; a server warns, and starts"

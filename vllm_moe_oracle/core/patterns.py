@@ -1,8 +1,8 @@
-"""Regular expressions and wildcards from checkpoint configs, matched in bounded time.
+"""Regular expressions and wildcards from checkpoint configs and settings, matched in bounded time.
 
-vLLM matches these fields with the package `regex`, and so does this module. A config may come from anywhere, and an
-expression such as ``(a|aa)+$`` keeps a backtracking matcher busy for hours. Limits keep it harmless: on the length of
-an expression, on the product of its repeat counts (`regex` unrolls counted repeats when it compiles), and on the
+vLLM matches a config's fields with the package `regex`, and so does this module. A config may come from anywhere, and
+an expression such as ``(a|aa)+$`` keeps a backtracking matcher busy for hours. Limits keep it harmless: on the length
+of an expression, on the product of its repeat counts (`regex` unrolls counted repeats when it compiles), and on the
 processor time of all expressions of a config together (`MatchBudget`). Expressions that cannot backtrack much, which
 are nearly all, skip the clock of `regex` and use the faster `re`; names that are written as expressions are compared.
 """
@@ -70,11 +70,13 @@ class MatchBudget:
 
     Args:
         where: the file and field, for messages.
+        seconds: the time; None for `MAX_SECONDS`.
     """
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, seconds: float | None = None) -> None:
         self.where = where
-        self._end = time.thread_time() + MAX_SECONDS
+        self._seconds = MAX_SECONDS if seconds is None else seconds
+        self._end = time.thread_time() + self._seconds
         self._next_look = 0.0
 
     def check(self, pattern: str) -> None:
@@ -98,7 +100,7 @@ class MatchBudget:
 
     def spent(self, pattern: str) -> CheckpointError:
         """The error of an expression for which no time is left."""
-        rule = f"its expressions take more than {MAX_SECONDS} s to match names of layers, so far to {short(pattern)}"
+        rule = f"its expressions take more than {self._seconds} s to match names of layers, so far to {short(pattern)}"
         return CheckpointError(rule, "Write fewer of them, without nested repeats, or list the names", self.where)
 
 
@@ -167,13 +169,17 @@ class BoundedPattern:
             if self._whole:
                 return text == self._literal or text == f"{self._literal}\n"
             return text.startswith(self._literal)
-        return self._run(self._compiled.match, text)
+        return self._run(self._compiled.match, text, self._budget)
 
-    def search(self, text: str) -> bool:
+    def search(self, text: str, budget: MatchBudget | None = None) -> bool:
         """Whether the expression matches anywhere in the text, as `re.search`.
 
+        Args:
+            text: the text.
+            budget: the time of this search; None for that of all expressions.
+
         Raises:
-            CheckpointError: as for `match`.
+            CheckpointError: the time is spent.
         """
         if self._literal is not None:
             if self._text.startswith("^"):
@@ -181,16 +187,16 @@ class BoundedPattern:
             if self._whole:
                 return text.endswith((self._literal, f"{self._literal}\n"))
             return self._literal in text
-        return self._run(self._compiled.search, text)
+        return self._run(self._compiled.search, text, budget or self._budget)
 
-    def _run(self, match: Any, text: str) -> bool:
-        self._budget.check(self._text)
+    def _run(self, match: Any, text: str, budget: MatchBudget) -> bool:
+        budget.check(self._text)
         if isinstance(self._compiled, re.Pattern):
             return match(text) is not None
         try:
-            return match(text, timeout=max(self._budget.seconds_left(), 0.001)) is not None
+            return match(text, timeout=max(budget.seconds_left(), 0.001)) is not None
         except (TimeoutError, MemoryError, RecursionError):
-            raise self._budget.spent(self._text) from None
+            raise budget.spent(self._text) from None
 
 
 class PatternList:
