@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from vllm_moe_oracle import settings  # noqa: E402
-from vllm_moe_oracle.backends import Backend  # noqa: E402
+from vllm_moe_oracle.backends import Backend, hopper_mxfp4  # noqa: E402
 from vllm_moe_oracle.backends._hopper_fp8 import HopperFp8Backend  # noqa: E402
 from vllm_moe_oracle.core.problem import Activation, Parallel, Problem  # noqa: E402
 from vllm_moe_oracle.devices import catalog  # noqa: E402
@@ -114,7 +114,10 @@ def call_fp8(backend: HopperFp8Backend, problem: Problem, x: Any, **shared: Any)
         tensors[f"{name}_scale"] = torch.empty(experts, rows, device="meta")
         if problem.has_bias:
             tensors[f"{name}_bias"] = torch.empty(experts, rows, device="meta")
-    weights = backend._stored(tensors, problem)
+    if problem.scheme.name == "mxfp4":
+        weights = hopper_mxfp4.BACKEND._allocate(problem, experts, "meta")
+    else:
+        weights = backend._stored(tensors, problem)
     nbytes = fp8_moe.workspace_bytes(weights, *shared["topk_ids"].shape)
     fp8_moe.fused_moe_fp8(x, weights, workspace=torch.empty(nbytes, dtype=torch.uint8, device="meta"), **shared)
 
@@ -147,20 +150,25 @@ def test_fp8_kernels_are_compiled_at_one_number_of_tokens() -> None:
     assert {job.backend for job in jobs} == {"hopper_mxfp4_w4a8", "hopper_mxfp8_w8a8_token"}
     w4a8, w8a8 = (default_registry()[name] for name in ("hopper_mxfp4_w4a8", "hopper_mxfp8_w8a8_token"))
     four, eight = model_shapes.parse("mxfp4:qwen3-30b-a3b"), model_shapes.parse("mxfp8:qwen3-30b-a3b")
-    assert w4a8.compile_keys(four, 1) == w8a8.compile_keys(eight, 4096)
-    assert launches(w4a8, four, 1, "") == launches(w8a8, eight, 4096, "")
+    for backend, layer in ((w4a8, four), (w8a8, eight)):
+        assert backend.compile_keys(layer, 1) == backend.compile_keys(layer, 4096)
+        assert launches(backend, layer, 1, "") == launches(backend, layer, 4096, "")
 
 
-def test_fp8_compile_keys_cover_every_compiled_kernel() -> None:
+@pytest.mark.parametrize("name", ("hopper_mxfp8_w8a8_token", "hopper_mxfp4_w4a8"))
+def test_fp8_compile_keys_cover_every_compiled_kernel(name: str) -> None:
     """A layer is not compiled when two others have all that it says it needs: each differs from it in one thing, so
     what one kernel forgets to tell is missing from both."""
-    own, layer = default_registry()["hopper_mxfp8_w8a8_token"], model_shapes.parse("mxfp8:qwen3-30b-a3b")
+    own = default_registry()[name]
+    layer = model_shapes.parse(f"{own.schemes[0]}:qwen3-30b-a3b")
     changes: list[dict[str, Any]] = [
-        {"dtype": "float16"}, {"has_bias": True}, {"top_k": 4}, {"num_experts": 256, "local_experts": 256},
+        {"has_bias": True}, {"top_k": 4}, {"num_experts": 256, "local_experts": 256},
         {"num_experts": 256, "parallel": Parallel(ep=2)}, {"activation": Activation("silu", limit=10.0)},
-        {"activation": Activation("gelu")}, {"activation": Activation("relu2", gated=False)},
-        {"hidden_size": 1824}, {"hidden_size": 4096}, {"intermediate_size": 736}, {"intermediate_size": 1536},
+        {"activation": Activation("gelu")}, {"hidden_size": 1824}, {"hidden_size": 4096}, {"intermediate_size": 736},
+        {"intermediate_size": 1536},
     ]  # fmt: skip
+    if own.schemes == ("mxfp8",):
+        changes += [{"dtype": "float16"}, {"activation": Activation("relu2", gated=False)}]
     others = [dataclasses.replace(layer, **each) for each in changes]
     assert all(own.check(each, H200) == own.check(layer, H200) for each in others)
     told, run = own.compile_keys(layer, 1), launches(own, layer, 1, "")

@@ -35,20 +35,26 @@ class HopperFp8Backend(Backend):
     activation_precision = "fp8_token"
 
     def compile_keys(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:
-        """The same for all numbers of tokens: of a product's sizes Triton asks whether its rows are whole tiles, of a
-        row that is quantized the next power of two."""
+        """The same for all numbers of tokens: of a product's sizes Triton asks whether its rows are whole tiles, and
+        whether chunks of 64 rows are one, or a multiple of 16; of a row that is quantized the next power of two."""
         from ..kernels import fp8_gemm, fp8_mxfp4_gemm
 
         scheme = problem.scheme.name
-        tile_rows = (fp8_mxfp4_gemm if scheme == "mxfp4" else fp8_gemm).TILE_ROWS
+        packed = scheme == "mxfp4"
+        tile_rows = (fp8_mxfp4_gemm if packed else fp8_gemm).TILE_ROWS
+
+        def sizes(rows: int) -> tuple[bool, ...]:
+            chunks = -(-rows // 64)
+            return rows % tile_rows == 0, packed and chunks == 1, packed and chunks % 16 == 0
+
         activation = problem.activation
         hidden, inner, has_map = problem.hidden_size, problem.intermediate_size, problem.parallel.ep > 1
         product = ("hopper_fp8 product", scheme, problem.dtype, problem.has_bias)
         rows = ("hopper_fp8 rows", scheme, problem.dtype, problem.local_experts, problem.top_k)
         return frozenset({
             (*product, activation.gated, activation.name, activation.limit is None,
-             inner * (1 + activation.gated) % tile_rows == 0),
-            (*product, hidden % tile_rows == 0),
+             *sizes(inner * (1 + activation.gated))),
+            (*product, *sizes(hidden)),
             (*rows, "x", (hidden - 1).bit_length()),
             (*rows, "h", (inner - 1).bit_length()),
             ("hopper_fp8 lists", scheme, problem.local_experts, has_map),
