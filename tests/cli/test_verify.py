@@ -144,6 +144,20 @@ def test_a_wrong_kernel_is_named_with_layer_and_expert(
     assert "WRONG" in run("verify", model).out
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens", "model.layers.0.post_attention_layernorm"])
+def test_a_wrong_kernel_is_found_where_the_files_hold_zeros(
+    run: cli.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def zero(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{name}.weight"].zero_()
+
+    small = write_checkpoint(tmp_path / "model", size=Size(layers=1, experts=4, top_k=2))
+    folder = rewrite_tensors(small, tmp_path / "zeros", zero)
+    use(monkeypatch, faulty_backends.Faulty("swapped", faulty_backends.swap_halves))
+    found = run("verify", folder)
+    assert found.status == 1 and "are wrong by themselves" in found.err and "of 32 tokens: " in found.out
+
+
 # --- Damaged checkpoints ----------------------------------------------------------------------------------------------
 
 EXPERT = "model.layers.1.mlp.experts.4"

@@ -199,6 +199,21 @@ def test_experts_of_zeros_pass() -> None:
     assert not layer_check(layer, weights).run(right, right.plan(layer, CPU)).fault
 
 
+@pytest.mark.parametrize("what", ["weights", "inputs"])
+def test_a_layer_that_shows_nothing_does_not_pass(what: str) -> None:
+    layer = dataclasses.replace(LAYERS["16 bit"], has_bias=False)
+    weights = loaded(layer)
+    if what == "weights":
+        for name in ("w13", "w2"):
+            weights[name].view(torch.uint8).zero_()
+    check = layer_check(layer, weights)
+    if what == "inputs":
+        check._x.zero_()
+    wrong = Faulty("wrong", compute=lib.nothing)
+    with pytest.raises(CheckpointError, match="there is nothing to compare"):
+        check.run(wrong, wrong.plan(layer, CPU))
+
+
 def test_weights_without_a_finite_result_are_the_checkpoints_fault() -> None:
     layer = dataclasses.replace(LAYERS["16 bit"], dtype="float32", has_bias=False)
     weights = lib.weights(layer, size=1.0)

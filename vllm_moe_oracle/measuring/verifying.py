@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from ..verification.whole_layer import LayerCheck
 
 Status = Literal["passed", "failed", "damaged", "no_backend", "stock"]
-"""``passed`` and ``failed``: compared. ``damaged``: the weights cannot be computed with. ``no_backend``: no server
-starts. ``stock``: left to stock vLLM, not compared."""
+"""``passed`` and ``failed``: compared. ``damaged``: the weights cannot be computed with, or are 0 in all experts.
+``no_backend``: no server starts. ``stock``: left to stock vLLM, not compared."""
 
 _MAX_RESUME_BYTES = 64 << 20
 _RESUME_KIND = "vllm-moe-oracle verify"

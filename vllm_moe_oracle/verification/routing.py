@@ -50,7 +50,8 @@ def _sigmoid(logits: Tensor) -> Tensor:
 
 
 def _sqrtsoftplus(logits: Tensor) -> Tensor:
-    return torch.log1p(logits.exp()).sqrt()
+    # Not log1p(exp), which is infinite from 89 on.
+    return torch.logaddexp(logits, torch.zeros_like(logits)).sqrt()
 
 
 ROUTING_REFERENCES = {

@@ -3,8 +3,8 @@
 Real hidden states have channels that are far larger than the others, and tokens crowd on some experts; random numbers
 have neither. Here some rows of the embedding pass through the model's MoE layers: each layer's norm scales them, its
 router distributes them, and what the layer's experts add goes on to the next. Attention and dense layers are left out:
-they would have to be built for each architecture. What the files do not have under a known name is replaced, and the
-words of the inputs say so.
+they would have to be built for each architecture. What the files do not have under a known name is replaced, and so is
+what would make a token nearly zero, which shows no error of a kernel. The words of the inputs say so.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ _ROUTERS = ("gate", "router", "router.layer", "router.proj", "gate.wg")
 _CORRECTIONS = ("gate.e_score_correction_bias", "e_score_correction_bias", "gate.bias", "expert_bias")
 
 _EPSILON = 1e-6
+
+_LEAST, _MOST = 2.0**-12, 2.0**16
+"""Root mean squares of a token, and for the second one sizes of routing weights, too. Less is subnormal in float16 for
+many features, and hides a kernel's errors behind its rounding. With more the fourth powers in the bounds leave float32,
+whatever the experts' weights are."""
 
 _OUTLIERS, _OUTLIER_SIZE = 0.01, 20.0
 """Fraction of channels that are larger where no embedding is found, and how much."""
@@ -68,38 +73,62 @@ class TokenStream:
         Raises:
             CheckpointError: the embedding is NaN or infinite.
         """
-        self._files = files
+        self._files, self._hidden_size = files, hidden_size
         self._generator = torch.Generator("cpu").manual_seed(0)
         found = [name for name in files.names() if name.endswith(_EMBEDDINGS) and self._is_matrix(name, hidden_size)]
         self._source = "embedding" if found else "random numbers"
-        if found:
-            name = min(found, key=len)
-            rows = int(files.meta(name).shape[0])
-            tokens = torch.randint(rows, (TOKENS,), generator=self._generator).tolist()
-            self._states = torch.stack([files.read(name, row).float() for row in tokens])
-            _require_finite(self._states, name)
-        else:
-            channels = torch.rand(hidden_size, generator=self._generator) < _OUTLIERS
-            sizes = torch.where(channels, _OUTLIER_SIZE, 1.0)
-            self._states = torch.randn(TOKENS, hidden_size, generator=self._generator) * sizes
+        if not found:
+            self._states = self._random_states(TOKENS)
+            return
+        name = min(found, key=len)
+        rows = int(files.meta(name).shape[0])
+        tokens = torch.randint(rows, (TOKENS,), generator=self._generator).tolist()
+        self._states = torch.stack([files.read(name, row).float() for row in tokens])
+        _require_finite(self._states, name)
+        empty = _sizes(_normalized(self._states)) < _LEAST
+        if count := int(empty.sum()):
+            self._states[empty] = self._random_states(count)
+            self._source = f"embedding (random numbers for {count} of {TOKENS} tokens: their rows are nearly 0)"
+
+    def _random_states(self, count: int) -> Tensor:
+        """float32 `[count, hidden]` with some large channels."""
+        channels = torch.rand(self._hidden_size, generator=self._generator) < _OUTLIERS
+        sizes = torch.where(channels, _OUTLIER_SIZE, 1.0)
+        return torch.randn(count, self._hidden_size, generator=self._generator) * sizes
 
     def _is_matrix(self, name: str, columns: int) -> bool:
         found = self._files.meta(name)
-        return found.ndim == 2 and found.shape[1] == columns and found.dtype.is_floating_point and found.itemsize > 1
+        is_table = found.ndim == 2 and found.shape[0] > 0 and found.shape[1] == columns
+        return is_table and found.dtype.is_floating_point and found.itemsize > 1
 
     def inputs(self, layer: StoredExperts) -> LayerInputs:
         """The inputs of a layer.
 
         Raises:
-            CheckpointError: the layer's norm or router is NaN or infinite.
+            CheckpointError: the layer's norm or router is NaN or infinite, or so large that what it computes is.
         """
-        problem = layer.problem
-        norm = self._vector(self._norm_name(layer.module, problem), "norm")
-        states = self._states / (self._states.square().mean(-1, keepdim=True) + _EPSILON).sqrt()
-        x = (states if norm is None else states * norm).to(getattr(torch, problem.dtype))
+        x, normed = self._normed(layer)
         weights, ids, routed = self._route(layer, x)
-        parts = (self._source, "the layer's norm" if norm is not None else "no norm", routed)
-        return LayerInputs(x, weights, ids, ", ".join(parts))
+        return LayerInputs(x, weights, ids, ", ".join((self._source, normed, routed)))
+
+    def _normed(self, layer: StoredExperts) -> tuple[Tensor, str]:
+        """The states through the layer's norm, `[TOKENS, hidden]` in the model's dtype, and what norm that was."""
+        dtype = getattr(torch, layer.problem.dtype)
+        states = _normalized(self._states)
+        name = self._norm_name(layer.module, layer.problem)
+        norm = self._vector(name, "norm")
+        if norm is None:
+            return states.to(dtype), "no norm"
+        x = (states * norm).to(dtype)
+        sizes = _sizes(x)
+        if not bool((sizes <= _MOST).all()):  # NaN is not
+            rule = f"it makes inputs whose root mean square is {float(sizes.amax()):.3g}, more than {_MOST:.0f}"
+            raise CheckpointError(rule, _DAMAGED, f"{name} (norm)")
+        empty = sizes < _LEAST
+        x[empty] = states[empty].to(dtype)
+        count = int(empty.sum())
+        left_out = f" (not for {count} of {len(x)} tokens: it makes them nearly 0)" if count else ""
+        return x, f"the layer's norm{left_out}"
 
     def advance(self, outputs: Tensor) -> None:
         """Adds a layer's outputs, float32 `[TOKENS, hidden]`, to the states; NaN adds nothing."""
@@ -133,6 +162,7 @@ class TokenStream:
             logits, words = x.float() @ router.T, "the layer's router"
             bias = self._vector_of(f"{name.removesuffix('weight')}bias", problem)
             logits = logits if bias is None or problem.routing.correction_bias else logits + bias
+            _require_finite(logits, f"{name} (router), logits of {len(x)} tokens")
         how = problem.routing
         reference = routing.routing_reference(how)
         if reference is None:
@@ -144,6 +174,9 @@ class TokenStream:
             correction = next((found for each in places if (found := self._vector_of(each, problem)) is not None), None)
             correction = torch.zeros(problem.num_experts) if correction is None else correction
         weights, ids = routing.route(how, problem.top_k, logits, correction)
+        if not bool((weights.abs() <= _MOST).all()):  # NaN is not
+            rule = f"it makes routing weights that are NaN, infinite or larger than {_MOST:.0f}"
+            raise CheckpointError(rule, _DAMAGED, f"{name or block} (router)")
         return weights, ids, words
 
     def _router(self, block: str, layer: StoredExperts) -> tuple[str, Tensor | None]:
@@ -169,9 +202,22 @@ class TokenStream:
         return self._vector(name, "router")
 
 
+def _normalized(states: Tensor) -> Tensor:
+    """Tokens divided by their root mean square, float32 `[M, hidden]`; also those whose squares leave float32."""
+    largest = states.abs().amax(-1, keepdim=True).clamp(min=1.0)
+    parts = states / largest
+    return parts / (parts.square().mean(-1, keepdim=True) + _EPSILON / largest.square()).sqrt()
+
+
+def _sizes(x: Tensor) -> Tensor:
+    """The root mean square of each token, float64 `[M]`."""
+    return x.double().square().mean(-1).sqrt()
+
+
+_DAMAGED = "The checkpoint is damaged"
+
+
 def _require_finite(values: Tensor, name: str) -> None:
     bad = int((~torch.isfinite(values)).sum())
     if bad:
-        raise CheckpointError(
-            f"{bad} of {values.numel()} values are NaN or infinite", "The checkpoint is damaged", name
-        )
+        raise CheckpointError(f"{bad} of {values.numel()} values are NaN or infinite", _DAMAGED, name)

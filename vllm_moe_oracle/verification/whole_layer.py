@@ -155,7 +155,8 @@ class LayerCheck:
             hand_overs: numbers of tokens up to which one of several kernels runs.
 
         Raises:
-            CheckpointError: an expert cannot be read, or the reference itself is NaN or infinite on its weights.
+            CheckpointError: an expert cannot be read, or the reference itself is NaN or infinite on its weights, or so
+                small for every token that a kernel which writes zeros would pass.
             HostMemoryError: the memory is not sufficient.
             WeightsRefused: the backend cannot hold an expert's weights.
         """
@@ -181,7 +182,10 @@ class LayerCheck:
             fault = fault or made.put(expert, index)
             del expert
         batches = sums.batches()
-        calls = _Calls(self, made, batches)
+        if not any(_shows_errors(each) for each in batches):
+            rule = "the float32 reference is 0, or nearly so, for every token: there is nothing to compare"
+            raise CheckpointError(rule, "The checkpoint's experts are empty: their weights are 0", self.problem.layer)
+        calls = _LayerCalls(self, made, batches)
         if not fault:
             fault = calls.make(lambda: self._make_calls(calls, made, plan, hand_overs, backend))
         if not fault and self._read_raw is not None and not self_check.is_reference(backend):
@@ -194,7 +198,7 @@ class LayerCheck:
         return {name: tensor.to(self._device) for name, tensor in self._read(index).items()}
 
     def _make_calls(
-        self, calls: _Calls, made: KernelTensors, plan: ShardPlan, hand_overs: tuple[int, ...], backend: Backend
+        self, calls: _LayerCalls, made: KernelTensors, plan: ShardPlan, hand_overs: tuple[int, ...], backend: Backend
     ) -> str:
         """Calls of all sizes, repeated ones, and those after a reload. Returns what is wrong with the reload."""
         calls.isolated()
@@ -282,6 +286,13 @@ class LayerCheck:
         return _Batch(x.to(self._device), weights.to(self._device), ids.to(self._device), empty, logits)
 
 
+def _shows_errors(batch: _Batch) -> bool:
+    """Whether a kernel that writes zeros is off by more than rounding explains."""
+    rows = torch.arange(len(batch.x), device=batch.x.device)
+    nothing = torch.zeros_like(batch.reference.expected)
+    return bool(bounds.excesses([nothing], batch.reference, [rows]) > 1)
+
+
 class _ExpertSums:
     """The reference of some batches, gathered expert by expert; the first batch is the mixed one."""
 
@@ -323,18 +334,7 @@ class _ExpertSums:
             ]
             place = torch.arange(len(each.x), device=each.x.device)
             order = (place % self._experts) * (len(each.x) // self._experts) + place // self._experts
-            whole = bounds.joined(parts)
-            found.append(
-                dataclasses.replace(
-                    each,
-                    reference=dataclasses.replace(
-                        whole,
-                        expected=whole.expected[order],
-                        noise=whole.noise[order],
-                        token_noise=whole.token_noise[order],
-                    ),
-                )
-            )
+            found.append(dataclasses.replace(each, reference=bounds.joined(parts).permuted(order)))
         return found
 
     def _reference(self, rows: slice) -> bounds.Reference:
@@ -348,7 +348,7 @@ class KernelTensors:
 
     Attributes:
         layer: the module that holds them.
-        names: their names.
+        tensors: they, `[experts, ...]` each, by name.
         nbytes: their bytes, and those of an expert in canonical form and of two of its matrices in float32.
     """
 
@@ -406,8 +406,8 @@ class KernelTensors:
         return self._backend.build_experts(tensors, self._problem, self._plan, builder)
 
 
-class _Calls:
-    """Calls of a kernel, each compared with the reference.
+class _LayerCalls:
+    """Calls of a whole layer, and each expert's share of their error.
 
     Attributes:
         count: calls so far.

@@ -1,0 +1,112 @@
+"""The inputs of `verify`: tokens of ordinary size, whatever the files hold, and blame where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm", reason="reads weights for vLLM's layers")
+
+from tests.lib.checkpoints import Size, rewrite_tensors, write_checkpoint
+from vllm_moe_oracle import settings
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.core.problem import Routing
+from vllm_moe_oracle.devices import detect
+from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.measuring import verifying
+from vllm_moe_oracle.verification import routing
+from vllm_moe_oracle.verification.token_stream import TOKENS, LayerInputs, TokenStream
+
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.layers.0.post_attention_layernorm.weight"
+ROUTER = "model.layers.0.mlp.gate.weight"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("stream") / "model", size=Size(layers=1, experts=4, top_k=2))
+
+
+def inputs(folder: Path) -> LayerInputs:
+    """The inputs of the first layer."""
+    with verifying.Verification(read_checkpoint(folder), detect.detect(), settings.load({})) as made:
+        (plan,) = made.plans
+        assert plan.tensors is not None
+        return TokenStream(made.files, plan.problem.hidden_size).inputs(plan.tensors)
+
+
+def changed(model: Path, target: Path, name: str, change: Callable[[Tensor], Tensor]) -> LayerInputs:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = change(tensors[name])
+
+    return inputs(rewrite_tensors(model, target, edit))
+
+
+def sizes(found: LayerInputs) -> Tensor:
+    return found.x.double().square().mean(-1).sqrt()
+
+
+RIGHT = "embedding, the layer's norm, the layer's router"
+
+
+def half_zero(rows: Tensor) -> Tensor:
+    return torch.cat((rows[: len(rows) // 2], 0 * rows[len(rows) // 2 :]))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (EMBEDDING, lambda rows: 0 * rows, f"random numbers for {TOKENS} of {TOKENS} tokens: their rows are"),
+        (EMBEDDING, lambda rows: 1e-30 * rows, f"random numbers for {TOKENS} of {TOKENS} tokens"),
+        (EMBEDDING, half_zero, "(random numbers for 1"),
+        (EMBEDDING, lambda rows: rows[:0], "random numbers, the layer's norm, the layer's router"),
+        (NORM, lambda norm: 0 * norm, f"norm (not for {TOKENS} of {TOKENS} tokens: it makes them nearly 0)"),
+        (NORM, lambda norm: norm.float() * 1e-30, "the layer's norm (not for"),
+        (EMBEDDING, lambda rows: torch.full_like(rows, 3e38), RIGHT),
+        (NORM, lambda norm: norm * 1e-2, RIGHT),
+        (ROUTER, lambda router: 0 * router, RIGHT),
+    ],
+    ids=["zeros", "tiny", "some zeros", "no rows", "norm of zeros", "tiny norm", "huge", "small norm", "router"],
+)
+def test_every_token_has_an_ordinary_size(
+    model: Path, tmp_path: Path, name: str, change: Callable[[Tensor], Tensor], words: str
+) -> None:
+    found = changed(model, tmp_path / "changed", name, change)
+    assert words in found.source
+    assert bool((sizes(found) > 2e-3).all()) and bool((sizes(found) < 100).all())
+    assert bool(found.weights.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (NORM, lambda norm: norm.float() * 1e30, "it makes inputs whose root mean square is"),
+        (NORM, lambda norm: norm.float() * 1e6, "more than 65536"),
+        (ROUTER, lambda router: router.float().sign() * 3e38, "values are NaN or infinite"),
+    ],
+    ids=["norm", "large norm", "router"],
+)
+def test_a_huge_norm_or_router_is_named_and_no_expert(
+    model: Path, tmp_path: Path, name: str, change: Callable[[Tensor], Tensor], words: str
+) -> None:
+    with pytest.raises(CheckpointError, match=words) as raised:
+        changed(model, tmp_path / "changed", name, change)
+    assert raised.value.where.startswith(name) and "expert" not in f"{raised.value.rule}{raised.value.remedy}"
+
+
+def test_routing_weights_that_no_layer_can_have(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits are finite where the weights made of them are not."""
+    raw = routing.RoutingReference(lambda logits: logits)
+    monkeypatch.setattr(routing, "routing_reference", lambda how: raw)
+    with pytest.raises(CheckpointError, match="routing weights that are NaN, infinite or larger than 65536") as raised:
+        changed(model, tmp_path / "changed", ROUTER, lambda router: router * 1e8)
+    assert raised.value.where.startswith(ROUTER)
+
+
+def test_scores_of_large_logits_are_finite() -> None:
+    weights, _ = routing.route(Routing("deepseekv4"), 2, torch.tensor([[200.0, 100.0, -200.0]]))
+    torch.testing.assert_close(weights, torch.tensor([[2.0**0.5, 1.0]]) / (1 + 2.0**0.5))
