@@ -94,7 +94,7 @@ def at_load(backend: Backend, plan: LayerPlan, device: Device, raw: dict[str, Te
 def whole(backend: Backend, made: Verification, plan: LayerPlan, device: Device) -> whole_layer.LayerOutcome:
     """The check of `verify`, without the one at load."""
     assert plan.tensors is not None
-    tokens = token_stream.TokenStream(made.files, plan.problem.hidden_size).inputs(plan.tensors)
+    tokens = token_stream.TokenStream(made.files, plan.problem.hidden_size, made.gemma_norms).inputs(plan.tensors)
     kind = "cuda" if device.kind == "cuda" else "cpu"
     check = whole_layer.LayerCheck(
         plan.problem, plan.tensors.expert, (tokens.x, tokens.weights, tokens.ids), current_adapter(), kind

@@ -127,7 +127,9 @@ def chosen(folder: Path, routers: dict[str, Tensor]) -> dict[str, bool]:
         for plan in made.plans:
             assert plan.tensors is not None
             name = plan.problem.layer.rpartition(".")[2]
-            inputs = token_stream.TokenStream(made.files, plan.problem.hidden_size).inputs(plan.tensors)
+            inputs = token_stream.TokenStream(made.files, plan.problem.hidden_size, made.gemma_norms).inputs(
+                plan.tensors
+            )
             theirs = (inputs.x.float() @ routers[name].float()).topk(plan.problem.top_k).indices
             found[name] = torch.equal(inputs.ids.sort().values, theirs.sort().values)
     return found

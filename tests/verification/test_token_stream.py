@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("vllm", reason="reads weights for vLLM's layers")
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import layernorm
 
 from tests.lib.checkpoints import Size, rewrite_tensors, write_checkpoint
 from vllm_moe_oracle import settings
@@ -18,6 +23,7 @@ from vllm_moe_oracle.core.problem import Routing
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.measuring import verifying
+from vllm_moe_oracle.releases.gemma_norms import has_gemma_norms
 from vllm_moe_oracle.verification import routing
 from vllm_moe_oracle.verification.token_stream import TOKENS, LayerInputs, TokenStream
 
@@ -36,7 +42,7 @@ def inputs(folder: Path) -> LayerInputs:
     with verifying.Verification(read_checkpoint(folder), detect.detect(), settings.load({})) as made:
         (plan,) = made.plans
         assert plan.tensors is not None
-        return TokenStream(made.files, plan.problem.hidden_size).inputs(plan.tensors)
+        return TokenStream(made.files, plan.problem.hidden_size, made.gemma_norms).inputs(plan.tensors)
 
 
 def changed(model: Path, target: Path, name: str, change: Callable[[Tensor], Tensor]) -> LayerInputs:
@@ -96,6 +102,48 @@ def test_a_huge_norm_or_router_is_named_and_no_expert(
     with pytest.raises(CheckpointError, match=words) as raised:
         changed(model, tmp_path / "changed", name, change)
     assert raised.value.where.startswith(name) and "expert" not in f"{raised.value.rule}{raised.value.remedy}"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        ("Qwen3MoeForCausalLM", layernorm.RMSNorm),
+        ("Qwen3NextForCausalLM", layernorm.GemmaRMSNorm),
+        ("MiniMaxM3SparseForConditionalGeneration", layernorm.GemmaRMSNorm),
+        ("Step3p5ForCausalLM", layernorm.GemmaRMSNorm),
+    ],
+)
+@pytest.mark.parametrize("weight", [torch.linspace(-0.5, 1.0, 128), torch.full((128,), 2.0**-20)])
+def test_norms_compute_what_those_of_vllm_do(
+    model: Path, tmp_path: Path, architecture: str, kind: type[Any], weight: Tensor
+) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors[NORM] = weight
+
+    folder = rewrite_tensors(model, tmp_path / "model", edit)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": [architecture]}))
+    with set_current_vllm_config(VllmConfig()):
+        norm = kind(128, eps=1e-6)
+    norm.weight.data.copy_(weight)
+    with verifying.Verification(read_checkpoint(folder), detect.detect(), settings.load({})) as made:
+        stream = TokenStream(made.files, 128, made.gemma_norms)
+        (plan,) = made.plans
+        assert plan.tensors is not None
+        found = stream.inputs(plan.tensors)
+        if kind is layernorm.RMSNorm and float(weight[0]) > 0:  # tokens that are nearly 0 are replaced
+            assert "(not for 32 of 32 tokens" in found.source
+            return
+        assert found.source == RIGHT
+        torch.testing.assert_close(found.x.float(), norm.forward_native(stream._states), rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_part_of_the_config_may_name_the_architecture(tmp_path: Path, nested: bool) -> None:
+    language = {"model_type": "step3p5", "num_hidden_layers": 1, "architectures": ["Step3p5ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": language} if nested else language))
+    assert has_gemma_norms(verifying._architectures(read_checkpoint(tmp_path)))
+    assert not has_gemma_norms(["Qwen3MoeForCausalLM", None, 3, ["Step3p5ForCausalLM"]])
 
 
 def test_routing_weights_that_no_layer_can_have(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from ..methods.measure_hook import Progress
 from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import decide, is_final, remaining_candidates
 from ..oracle.stock_kernels import stock_candidate
+from ..releases.gemma_norms import has_gemma_norms
 from ..settings import AUTO, Settings
 from ..untrusted import boundary, complete_lines, describe, parse_json
 
@@ -134,6 +135,7 @@ class Verification:
     Attributes:
         plans: the layers with quantized experts, in order.
         layers: all MoE layers of the checkpoint.
+        gemma_norms: see `token_stream.TokenStream`.
         identity: a digest of the checkpoint and the state of its files, the machine, the versions, third parties'
             included, and the layers as they are decided.
     """
@@ -163,6 +165,7 @@ class Verification:
         self.registry = registry or default_registry()
         release = device.packages.get("vllm")
         self.layers: MoeLayers = find_moe_layers(config, vllm=release)
+        self.gemma_norms = has_gemma_norms(_architectures(config))
         names = {each.modules[0]: each for each in self._names(config, release)}
         problems = [with_activations(each, settings) for each in (*self.layers.problems, *self.layers.mtp_problems)]
         found = [self._plan(problem) for problem in problems]
@@ -258,7 +261,9 @@ class Verification:
                     )
                     continue
                 size = plan.problem.hidden_size
-                stream = streams.setdefault(size, token_stream.TokenStream(self.files, size))
+                if size not in streams:
+                    streams[size] = token_stream.TokenStream(self.files, size, self.gemma_norms)
+                stream = streams[size]
                 for result in self._layer(plan, plan.tensors, stream, current_adapter(), done, progress):
                     if resume is not None:
                         resume.keep(result)
@@ -333,6 +338,12 @@ class Verification:
             notes.append(f"{candidate} refuses the layer ({refusal})")
         fault = "; ".join([*notes, "no other candidate is left"])
         return LayerResult(problem.layer, name, "failed", fault=fault), None
+
+
+def _architectures(config: CheckpointFiles) -> Iterator[object]:
+    for part in (config.full_config, config.model_config):
+        found = part.get("architectures")
+        yield from found if isinstance(found, list) else ()
 
 
 def _finite(value: float) -> float | None:

@@ -64,16 +64,18 @@ class LayerInputs:
 class TokenStream:
     """The hidden states of some tokens on their way through a model's MoE layers."""
 
-    def __init__(self, files: TensorFiles, hidden_size: int) -> None:
+    def __init__(self, files: TensorFiles, hidden_size: int, gemma_norms: bool) -> None:
         """
         Args:
             files: the checkpoint's.
             hidden_size: of the inputs of its experts.
+            gemma_norms: the model's norms multiply by 1 + weight (`releases.gemma_norms`).
 
         Raises:
             CheckpointError: the embedding is NaN or infinite.
         """
         self._files, self._hidden_size = files, hidden_size
+        self._norm_offset = 1.0 if gemma_norms else 0.0
         self._generator = torch.Generator("cpu").manual_seed(0)
         found = [name for name in files.names() if name.endswith(_EMBEDDINGS) and self._is_matrix(name, hidden_size)]
         self._source = "embedding" if found else "random numbers"
@@ -119,7 +121,7 @@ class TokenStream:
         norm = self._vector(name, "norm")
         if norm is None:
             return states.to(dtype), "no norm"
-        x = (states * norm).to(dtype)
+        x = (states * (norm + self._norm_offset)).to(dtype)
         sizes = _sizes(x)
         if not bool((sizes <= _MOST).all()):  # NaN is not
             rule = f"it makes inputs whose root mean square is {float(sizes.amax()):.3g}, more than {_MOST:.0f}"
