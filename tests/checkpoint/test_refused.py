@@ -28,9 +28,10 @@ from tests.lib.configs import (
 from vllm_moe_oracle.checkpoint.files import MAX_CONFIG_BYTES, read_checkpoint
 from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 from vllm_moe_oracle.checkpoint.ranks import Ranks
+from vllm_moe_oracle.core import patterns
 from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.errors import CheckpointError
-from vllm_moe_oracle.quantization import MAX_SIMILAR_NOTES, patterns
+from vllm_moe_oracle.quantization import MAX_SIMILAR_NOTES
 
 
 @pytest.mark.parametrize(
