@@ -29,7 +29,7 @@ from ..core.problem import Device, Problem
 from ..errors import MeasurementError, describe_error
 from ..layouts.byte_views import stack_bytes
 from ..measurements.kernel_shape import RoutingKind, Sample
-from ..verification import tolerances
+from ..verification import process_state, tolerances
 from . import random_weights, timing
 from .broken_context import raise_if_broken
 from .random_weights import TokenBatch
@@ -136,10 +136,11 @@ class BackendLayer:
         self._context, self._adapter, self._problem, self._backend = context, adapter, problem, backend
         plan = backend.plan(problem, context.device)
         distinct = next(iter(experts.values())).shape[0]
-        converted = [
-            backend.convert({name: each[index] for name, each in experts.items()}, problem, plan)
-            for index in range(distinct)
-        ]
+        with process_state.kept():
+            converted = [
+                backend.convert({name: each[index] for name, each in experts.items()}, problem, plan)
+                for index in range(distinct)
+            ]
         self.copies: list[tuple[Any, Any, int]] = []
         size = sum(each.nbytes for each in converted[0].values()) * problem.local_experts
         for _ in range(max(1, min(copies, math.ceil(ROTATION_BYTES / max(size, 1))))):
@@ -154,7 +155,8 @@ class BackendLayer:
             # Not for serving, which would compile for every number of tokens. Here a number compiles when it is timed.
             most = context.max_num_tokens
             builder = VllmBuilder(adapter, moe, quant_config, for_serving=False, trial_tokens=most)
-            fused_experts = backend.build_experts(tensors, problem, plan, builder)
+            with process_state.kept():
+                fused_experts = backend.build_experts(tensors, problem, plan, builder)
             layer = standalone_layer.layer_namespace(problem, moe, tensors)
             kernel = adapter.kernel(moe, quant_config, layer, fused_experts)
             self.copies.append((kernel, layer, int(moe.hidden_dim)))

@@ -35,6 +35,7 @@ from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import remaining_candidates
 from ..oracle.watchdog import report_while_running
 from ..settings import env_var
+from ..verification import process_state
 from ..verification.converted_layer import InstalledLayer, WeightParts, skip_reason
 from ..verification.inputs import canonical_experts
 from ..verification.self_check import Comparison, compare_with_reference
@@ -221,14 +222,15 @@ def check_weights(method: LayerMethod, raw: Tensors) -> CheckOutcome:
         return _PASSED
 
     def first_failure() -> str:
-        for index in range(problem.local_experts):
-            expert = {name: each[0] for name, each in canonical_experts(problem, raw, [index]).items()}
-            try:
-                failure = backend.validate_weights(expert, problem)
-            except BackendDefect as error:
-                failure = str(error)
-            if failure:
-                return f"expert {index}: {failure}"
+        with process_state.kept():
+            for index in range(problem.local_experts):
+                expert = {name: each[0] for name, each in canonical_experts(problem, raw, [index]).items()}
+                try:
+                    failure = backend.validate_weights(expert, problem)
+                except BackendDefect as error:
+                    failure = str(error)
+                if failure:
+                    return f"expert {index}: {failure}"
         return ""
 
     outcome = _agree(method, _weight_outcomes, lambda layer: f"the weights of {layer} in {backend.name}", first_failure)
@@ -383,7 +385,7 @@ def _compare(prepare: Callable[[], InstalledLayer]) -> Comparison:
 def _failure(method: LayerMethod, compare: Callable[[], Comparison]) -> tuple[str, str]:
     """What is wrong with a converted layer, "" if nothing, and the comparison in words."""
     try:
-        with _watched(method, "is being checked after its conversion"):
+        with _watched(method, "is being checked after its conversion"), process_state.kept():
             result = compare()
     except BaseException as error:  # a backend that crashes fails its check; the error becomes the reason
         if is_out_of_memory(error) or is_interruption(error):
@@ -474,7 +476,7 @@ def _try_kernel(method: LayerMethod, raw: Tensors) -> Comparison | str:
     problem, plan = method.decision.problem, method.decision.plan
     try:
         edges = [each.max_tokens for each in method.decision.token_ranges if each.max_tokens is not None]
-        with _watched(method, "is being checked"):
+        with _watched(method, "is being checked"), process_state.kept():
             return compare_with_reference(method.backend, problem, plan, raw, method.moe, method.adapter, edges)
     # Not the backend's fault: another one would need as much memory, and read the same weights.
     except (torch.OutOfMemoryError, CheckpointError):

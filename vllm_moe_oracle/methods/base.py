@@ -221,8 +221,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
         def decide_here() -> Decision:
             self._require_supported(problem)
             check_hidden_size(problem, moe.moe_parallel_config.all2all_backend)
-            measurements = backend_selection.measurements_for(problem, chosen)
-            found = decide(problem, detect.detect(), chosen, moe.moe_backend, measurements=measurements)
+            with process_state.kept():
+                measurements = backend_selection.measurements_for(problem, chosen)
+                found = decide(problem, detect.detect(), chosen, moe.moe_backend, measurements=measurements)
             if alone:
                 backend_selection.require_named(found, chosen)
             return found
@@ -331,17 +332,32 @@ class OracleMoEMethod(FusedMoEMethodBase):
         unloaded = self._sentinels()
         names = self._parameter_names(self._scheme().shapes(self.decision.problem))
         raw = {own: getattr(layer, name).data for own, name in names.items()}
-        for own, spec in weight_storage.converted_specs(self._convert, raw).items():
-            if own not in names and weight_storage.is_other_attribute(layer, own):
-                rule = (
-                    f"backend {self.backend.name} converts to a tensor {own}, which vLLM's layer has an attribute for"
-                )
-                raise BackendDefect(rule, "Report it to its maintainers: kernel tensors need names of their own")
+        for own, spec in self._converted_specs(layer, raw).items():
             if own in names:
                 weight_storage.reserve_expert_buffers(getattr(layer, names[own]), spec)
         if self.adapter.uses_dummy_weights():
             unloaded = self._scheme().DUMMY_FILL
         weight_loading.fill_with_sentinel({own: getattr(layer, name) for own, name in names.items()}, unloaded)
+
+    def _converted_specs(self, layer: Any, raw: Mapping[str, Tensor]) -> dict[str, weight_storage.TensorSpec]:
+        """Specs of one expert's kernel tensors.
+
+        Args:
+            layer: vLLM's layer.
+            raw: tensors of the loaded ones' shapes and dtypes by canonical name, `[local_experts, ...]` each.
+
+        Raises:
+            BackendDefect: the conversion fails, or a kernel tensor has a name that the layer uses for something else.
+        """
+        with process_state.kept():
+            specs = weight_storage.converted_specs(self._convert, raw)
+        for own in specs.keys() - raw.keys():
+            if weight_storage.is_other_attribute(layer, own):
+                rule = (
+                    f"backend {self.backend.name} converts to a tensor {own}, which vLLM's layer has an attribute for"
+                )
+                raise BackendDefect(rule, "Report it to its maintainers: kernel tensors need names of their own")
+        return specs
 
     def _register_biases(self, layer: Any, extra: Mapping[str, Any]) -> None:
         problem = self.decision.problem
@@ -456,7 +472,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
             return self.experts
         quant_config = self.adapter.quant_config(self.decision.problem, tensors)
         builder = self._builder(quant_config, for_serving=False)
-        return self.backend.build_experts(tensors, self.decision.problem, self.decision.plan, builder)
+        with process_state.kept():
+            return self.backend.build_experts(tensors, self.decision.problem, self.decision.plan, builder)
 
     def _is_built_over(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether the kernel reads these tensors."""
@@ -578,6 +595,7 @@ def _has_explicit_choice(moe_backend: str) -> bool:
     chosen = settings.load(additional_config=current_adapter().additional_config())
     if chosen.on_unavailable == "fallback":
         return False
-    named = any(moe_backend in each.vllm_names for each in default_registry())
+    with process_state.kept():  # the first question imports third parties' backends
+        named = any(moe_backend in each.vllm_names for each in default_registry())
     # Stock vLLM does not know which kernels must not be chosen.
     return named or chosen.backend != settings.AUTO or bool(chosen.overrides or chosen.disable)

@@ -243,7 +243,7 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
             tensors[f"{own}_scale"] = torch.empty(
                 (values.shape[0], *_scales_shape(values)), dtype=torch.uint8, device="meta"
             )
-        return weight_storage.converted_specs(self._convert, tensors)
+        return self._converted_specs(layer, tensors)
 
     def _codes_shape(self, values: Tensor) -> tuple[int, int]:
         """Shape of the codes of one expert's `[N, K]` matrix."""

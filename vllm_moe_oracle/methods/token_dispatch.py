@@ -27,6 +27,7 @@ from ..core.problem import Problem
 from ..errors import SelfCheckError
 from ..oracle.registry import Registry, default_registry
 from ..settings import Settings
+from ..verification import process_state
 from ..verification.converted_layer import InstalledLayer, WeightParts, skip_reason
 from . import backend_check, rank_sync
 from .backend_selection import LayerMethod
@@ -191,7 +192,8 @@ def prepare_copies(method: DispatchMethod, raw: Tensors, registry: Registry | No
         if mine.layout == _answers(method, method.backend.name).layout:
             continue
         new = name not in method.weight_copies
-        with rank_sync.notify_on_failure(method.rank_group, f"the copy for {name} of {problem.layer}"):
+        topic = f"the copy for {name} of {problem.layer}"
+        with rank_sync.notify_on_failure(method.rank_group, topic), process_state.kept():
             method.weight_copies[name] = _convert_copy(method, backend, mine.plan, raw, method.weight_copies.get(name))
         if new:
             size = sum(each.nbytes for each in method.weight_copies[name].values()) / 2**20
@@ -219,7 +221,8 @@ def build_dispatch(method: DispatchMethod, layer: Any, tensors: Tensors, own_ker
         moe = copy.copy(method.moe)
         quant_config = method.adapter.quant_config(problem, mine)
         builder = VllmBuilder(method.adapter, moe, quant_config)
-        experts = backend.build_experts(mine, problem, plan, builder)
+        with process_state.kept():
+            experts = backend.build_experts(mine, problem, plan, builder)
         weight_storage.register_buffers(layer, builder.buffers, f"range_{len(ranges)}_")
         kernel = method.adapter.kernel(moe, quant_config, layer, experts)
         view = layer if mine is tensors else _LayerView(layer, mine)
