@@ -351,11 +351,10 @@ class OracleMoEMethod(FusedMoEMethodBase):
         """
         with process_state.kept():
             specs = weight_storage.converted_specs(self._convert, raw)
+        parameters = {*self._parameter_names(raw).values(), *_VLLM_PARAMETER_NAMES.values()}
         for own in specs.keys() - raw.keys():
-            if weight_storage.is_other_attribute(layer, own):
-                rule = (
-                    f"backend {self.backend.name} converts to a tensor {own}, which vLLM's layer has an attribute for"
-                )
+            if own in parameters or weight_storage.is_other_attribute(layer, own):
+                rule = f"backend {self.backend.name} converts to a tensor {own}, a name that vLLM's layer uses"
                 raise BackendDefect(rule, "Report it to its maintainers: kernel tensors need names of their own")
         return specs
 

@@ -25,7 +25,7 @@ from ..core.problem import MX_BLOCK, Scheme
 from ..errors import CheckpointError
 from ..quantization import ONLINE_SCHEMES
 from ..schemes import mxfp8
-from . import rank_comparison, rank_sync, weight_loading
+from . import backend_check, rank_comparison, rank_sync, weight_loading
 from .base import PROCESSED_ATTRIBUTE, OracleMoEMethod
 
 SERVES = {
@@ -175,6 +175,8 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
         }
         weight_loading.set_sentinel(registered, self._sentinels() | {"w13": _NAN_BYTE, "w2": _NAN_BYTE})
         self._set_state(layer, "raw")
+        weights = {own: getattr(layer, f"{own}_weight") for own in ("w13", "w2")}
+        backend_check.reserve_or_fallback(self, lambda: self._require_convertible(layer, weights))
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -232,6 +234,10 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
             if isinstance(values, torch.nn.Parameter):
                 # vLLM keeps a reference to the parameter; its memory is needed now.
                 values.data = values.data.new_empty(0)
+
+    def _require_convertible(self, layer: Any, weights: Mapping[str, Tensor]) -> None:
+        """Raises `BackendDefect` where the backend cannot convert: once weights are loaded, no other one is taken."""
+        self._kernel_specs(layer, weights)
 
     def _kernel_specs(self, layer: Any, weights: Mapping[str, Tensor]) -> dict[str, weight_storage.TensorSpec]:
         """Specs of one expert's kernel tensors."""

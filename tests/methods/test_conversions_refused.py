@@ -1,0 +1,68 @@
+"""Conversions that a layer cannot take are found before weights are loaded, and the next candidate gets the layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm", reason="methods are vLLM's")
+
+from tests.lib import method_layers
+from tests.lib.faulty_backends import Faulty, second
+from tests.lib.method_layers import Layer, created, load_random, loader
+from vllm_moe_oracle.compat.layer_context import set_current_layer
+from vllm_moe_oracle.methods import load_caches
+
+EXPERTS, SIZE = 4, 128
+Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+REFUSED: dict[str, tuple[Convert, str]] = {
+    "a parameter's name": (lambda expert: expert | {"w13_weight": expert["w13"]}, "a tensor w13_weight, a name that"),
+    "a scale's name": (
+        lambda expert: expert | {"w2_weight_scale": expert["w2_scale"]},
+        "a tensor w2_weight_scale, a name that",
+    ),
+    "an attribute's name": (lambda expert: expert | {"training": expert["w2"]}, "a tensor training, a name that"),
+}
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    load_caches.end_load()
+    monkeypatch.setattr(method_layers, "HIDDEN", SIZE)
+    monkeypatch.setattr(method_layers, "INNER", SIZE)
+    with method_layers.moe_config({"self_check": "group"}, EXPERTS, SIZE, SIZE) as found:
+        yield found
+    load_caches.end_load()
+
+
+def quantized_online(config: Any, layer: Layer) -> Any:
+    """The method of a layer whose 16-bit weights are quantized while they are loaded."""
+    from vllm_moe_oracle.methods.online import Mxfp8OnlineMoEMethod
+
+    with set_current_layer(layer):
+        method = Mxfp8OnlineMoEMethod(moe=config, layer=layer)
+    method.create_weights(layer, EXPERTS, SIZE, SIZE, torch.bfloat16, weight_loader=loader)
+    return method
+
+
+@pytest.mark.parametrize("make", [created, quantized_online], ids=["checkpoint", "online"])
+@pytest.mark.parametrize("fault", REFUSED)
+def test_the_next_candidate_gets_the_layer(
+    config: Any, fault: str, make: Callable[[Any, Layer], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert, words = REFUSED[fault]
+    method_layers.use_backends([Faulty("first", lambda expert, layer: convert(expert)), second()], monkeypatch)
+    layer = Layer()
+    made = make(config, layer)
+    assert made.backend.name == made.decision.backend == "second"
+    (reason,) = made.decision.candidate("first").reasons
+    assert reason.code == "defect" and words in reason.detail
+    if make is created:
+        load_random(layer, 0)
+        made.process_weights_after_loading(layer)
+        assert layer.moe_oracle_state == "converted"
