@@ -15,10 +15,16 @@ from tests.lib import method_layers
 from tests.lib.faulty_backends import Faulty, second
 from tests.lib.method_layers import Layer, created, load_random, loader
 from vllm_moe_oracle.compat.layer_context import set_current_layer
+from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.methods import load_caches
 
 EXPERTS, SIZE = 4, 128
 Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def _refuse() -> Any:
+    raise CheckpointError("the codes are odd", "Quantize it anew", "layer")
+
 
 REFUSED: dict[str, tuple[Convert, str]] = {
     "a parameter's name": (lambda expert: expert | {"w13_weight": expert["w13"]}, "a tensor w13_weight, a name that"),
@@ -26,6 +32,20 @@ REFUSED: dict[str, tuple[Convert, str]] = {
         lambda expert: expert | {"w2_weight_scale": expert["w2_scale"]},
         "a tensor w2_weight_scale, a name that",
     ),
+    "nested": (
+        lambda expert: expert | {"w2": torch.nested.nested_tensor([torch.zeros(2, 2)])},
+        "its w2 is no dense tensor of plain numbers",
+    ),
+    "sparse": (
+        lambda expert: expert | {"z": torch.sparse_coo_tensor(size=(2, 2), check_invariants=True)},
+        "its z is no dense tensor of plain numbers",
+    ),
+    "huge": (
+        lambda expert: expert | {"w2": torch.empty(10**13, dtype=torch.uint8, device="meta")},
+        "its tensors have 100000000",
+    ),
+    "lack of memory": (lambda expert: expert | {"w2": torch.empty(1 << 62, dtype=torch.uint8)}, "allocate"),
+    "typed error": (lambda expert: _refuse(), "the codes are odd"),
     "an attribute's name": (lambda expert: expert | {"training": expert["w2"]}, "a tensor training, a name that"),
 }
 
@@ -61,7 +81,7 @@ def test_the_next_candidate_gets_the_layer(
     made = make(config, layer)
     assert made.backend.name == made.decision.backend == "second"
     (reason,) = made.decision.candidate("first").reasons
-    assert reason.code == "defect" and words in reason.detail
+    assert reason.code == "defect" and words in reason.detail, reason.detail
     if make is created:
         load_random(layer, 0)
         made.process_weights_after_loading(layer)

@@ -22,6 +22,7 @@ from ..errors import (
     HostMemoryError,
     LifecycleError,
     NoBackendError,
+    OracleError,
     SelfCheckError,
     asked_memory,
     describe_error,
@@ -119,7 +120,7 @@ the first place to check it."""
 
 def reserve_or_fallback(method: LayerMethod, reserve: Callable[[], None], registry: Registry | None = None) -> None:
     """Reserves a layer's buffers for its backend, and switches to the next candidate when the backend cannot say what
-    it converts to.
+    it converts to, or when there is no memory for that.
 
     Args:
         method: the layer's method; its backend and decision change with a fallback.
@@ -127,7 +128,8 @@ def reserve_or_fallback(method: LayerMethod, reserve: Callable[[], None], regist
         registry: the backends that the decision names; None for the default registry.
 
     Raises:
-        NoBackendError: the backend is defective, and it was chosen explicitly, or no candidate remains.
+        NoBackendError: the backend is defective, or there is no memory for its tensors, and it was chosen explicitly,
+            or no candidate remains.
         RankSyncError: another rank could not reserve its buffers.
     """
 
@@ -136,6 +138,10 @@ def reserve_or_fallback(method: LayerMethod, reserve: Callable[[], None], regist
             reserve()
         except BackendDefect as error:
             return str(error)
+        # Conversions may pass typed errors and a lack of memory on; so may buffers that are larger than the weights.
+        except Exception as error:
+            _log_error(method, "before weights are loaded", error)
+            return str(error) if isinstance(error, OracleError) else describe_error(error)
         return ""
 
     while True:

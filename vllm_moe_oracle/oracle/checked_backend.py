@@ -31,6 +31,9 @@ MAX_TEXT = 4096
 """Characters in one string of an answer: longer ones are no sentence for a log or a table."""
 MAX_ENTRIES = 65536
 """Entries of a tuple, set or mapping of an answer."""
+MAX_GROWTH, MAX_EXTRA_BYTES = 64, 1 << 28
+"""Kernel tensors of an expert may have this many times its bytes, and this many bytes more: no padding or wider dtype
+needs as much."""
 
 
 class _IsTensor(type):
@@ -176,13 +179,19 @@ def _verdict_mismatch(verdict: object, problem: Problem) -> str:
     return "it rejects the layer without a reason" if blank else ""
 
 
-def _kernel_tensors_mismatch(tensors: Mapping[str, Any], expert: object) -> str:
-    """Kernel tensors become parameters of vLLM's layer, `[experts, *shape]` each."""
+def _kernel_tensors_mismatch(tensors: Mapping[str, Any], expert: Mapping[str, Any]) -> str:
+    """Kernel tensors become parameters of vLLM's layer, `[experts, *shape]` each. Memory is reserved for them before
+    weights are loaded, by the shapes of a conversion that computes nothing."""
     for name, tensor in tensors.items():
         if not name.isidentifier():
             return f"{name!r} cannot be a parameter's name"
+        if tensor.is_nested or tensor.is_quantized or str(tensor.layout) != "torch.strided":
+            return f"its {name} is no dense tensor of plain numbers"
         if not tensor.dim():
             return f"its {name} has no dimensions; an expert's scalar has shape [1]"
+    given, size = (sum(each.nbytes for each in some.values()) for some in (expert, tensors))
+    if size > MAX_GROWTH * given + MAX_EXTRA_BYTES:
+        return f"its tensors have {size} bytes, those of the expert that it got have {given}"
     return ""
 
 
@@ -207,6 +216,9 @@ METHODS = tuple(
     name for name, member in vars(Backend).items() if inspect.isfunction(member) and not name.startswith("_")
 )
 """The methods of the contract."""
+
+_RULE_ARGUMENTS = {name: [*inspect.signature(getattr(Backend, name)).parameters][1] for name in _RULES}
+"""The name of the first argument, which a method's rule gets."""
 
 ATTRIBUTES: dict[str, Any] = {
     name: get_args(hint)[0] for name, hint in get_type_hints(Backend).items() if get_origin(hint) is ClassVar
@@ -272,7 +284,7 @@ class CheckedBackend(Backend):
                 value = getattr(self._backend, method)(*args, **kwargs)
             words = check(value)
             if not words and rule is not None:
-                words = rule(value, args[0] if args else kwargs["problem"])
+                words = rule(value, args[0] if args else kwargs[_RULE_ARGUMENTS[method]])
         # A third party's method can raise anything; a decision must be able to take another backend.
         except BaseException as error:
             known = method in _WITH_WEIGHTS and (isinstance(error, OracleError) or is_out_of_memory(error))
