@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -40,6 +41,9 @@ _HOLD_TRIES, _PROBE_TRIES, _LOCK_SECONDS = 20, 3, 0.01
 
 _locks: dict[str, int] = {}
 """Descriptors of the locks that this process holds, by directory."""
+
+_reserved: dict[str, int] = {}
+"""The process that reserved a directory, by directory: a forked process has its parent's."""
 
 RECORD_VERSION = 1
 """Version of ``decision_record.schema.json``, which every record carries as ``record_version``. Fields may be added
@@ -109,9 +113,13 @@ class ServerRecord(msgspec.Struct, frozen=True):
     """The fields of a decision record that are read from a report; `decision_record.schema.json` describes them.
 
     Others are ignored, and those that another release may lack have defaults.
+
+    Raises:
+        ValueError: the record has another version, or numbers that no process has.
     """
 
     groups: list[RecordedGroup]
+    record_version: int = RECORD_VERSION
     moe_oracle: str = ""
     vllm: str | None = ""
     device: RecordedDevice = RecordedDevice()
@@ -122,6 +130,22 @@ class ServerRecord(msgspec.Struct, frozen=True):
     ranks: int = 1
     host: str = ""
     process: int = 0
+    load_began: float = 0.0
+    load_ended: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.record_version != RECORD_VERSION:
+            raise ValueError(f"record_version is {self.record_version}; this release reads {RECORD_VERSION}")
+        if not 0 <= self.rank < self.ranks < 1 << 32 or not 0 <= self.process < 1 << 32:
+            numbers = f"{self.rank}, {self.ranks} and {self.process}"
+            raise ValueError(f"rank, ranks and process are {numbers[:80]}; ranks count from 0")
+        if not 0 <= self.load_began <= self.load_ended:
+            raise ValueError("the load ends before it begins")
+
+    def is_of_one_load_with(self, other: ServerRecord) -> bool:
+        """Whether ranks of one load can have written both: each has begun before any has ended, as ranks wait for each
+        other before they load."""
+        return max(self.load_began, other.load_began) <= min(self.load_ended, other.load_ended)
 
     def process_and_layers(self) -> tuple[object, set[str]]:
         """What `last_of_each_load` asks of a record: the process, and names of the layers that run through the
@@ -165,7 +189,8 @@ def reserve_dir() -> None:
     # A name that no other process can have created before.
     folder = os.path.join(parent, f"{_PREFIX}{secrets.token_hex(8)}")
     settings.set_records_dir(folder)
-    atexit.register(_remove_if_owner, folder, os.getpid())
+    _reserved[folder] = os.getpid()
+    atexit.register(_remove_if_owner, folder)
 
 
 def _remove_stale(parent: str) -> None:
@@ -221,17 +246,18 @@ def _try_lock(lock: int, kind: int, tries: int) -> bool:
 
 
 def remove_dir() -> None:
-    """Removes the directory and forgets its name."""
+    """Forgets the directory's name, and removes the directory if this process has reserved it. One that another process
+    has named stays: it has records of others, or is no directory of records at all."""
     folder = settings.records_dir()
     if folder is not None:
         settings.set_records_dir(None)
         if folder in _locks:
             os.close(_locks.pop(folder))
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove_if_owner(folder)
 
 
-def _remove_if_owner(folder: str, owner: int) -> None:
-    if os.getpid() == owner:  # a forked process inherits the exit handlers
+def _remove_if_owner(folder: str) -> None:
+    if _reserved.get(folder) == os.getpid():  # a forked process inherits the exit handlers
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -427,6 +427,77 @@ def test_engagement_by_a_servers_report(run: cli.Run, model: Path, tmp_path: Pat
     assert found.status == 0 and "the server runs cpu_mxfp4, compared here was" in found.err
 
 
+def two_ranks(backend: str = "emulation", began: float = 0.0, **more: Any) -> list[str]:
+    """The lines of a load over two ranks, 10 s long, without times where it has none."""
+    times = {"load_began": began, "load_ended": began + 10} if began else {}
+    layers = dict.fromkeys(NAMES, backend)
+    own = [{"process": int(began) + rank, "rank": rank, **more} for rank in range(2)]
+    return [report_line(layers, ranks=2, **times, **each) for each in own]
+
+
+@pytest.mark.parametrize("timed", [True, False], ids=["timed", "untimed"])
+def test_ranks_of_an_earlier_load_do_not_count(run: cli.Run, model: Path, tmp_path: Path, timed: bool) -> None:
+    file = tmp_path / "report.jsonl"
+    old = two_ranks("other", 100 if timed else 0, host="there")
+    new = two_ranks(began=200 if timed else 0)
+    new = [each.replace('"process": ', '"process": 7') for each in new]
+
+    def tell(*lines: str) -> cli.Result:
+        file.write_text("".join(lines))
+        return run("verify", model, "--report", file, "--report-only")
+
+    for half in new:
+        found = tell(*old, half)
+        assert found.status == 1 and "1 of 2 ranks have reported the last load" in found.err
+        assert "ranks differ" not in found.err
+    assert tell(*old, *new).status == tell(*old, *new[::-1]).status == 0
+    if timed:  # the earlier start wrote one line, and ended
+        for line in old:
+            assert tell(line, new[1]).status == tell(line, new[0]).status == 1
+
+
+def test_ranks_may_be_on_several_hosts_and_load_a_draft_later(run: cli.Run, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "report.jsonl"
+    layers = dict.fromkeys(NAMES, "emulation")
+    ranks = [{"host": f"host{rank}", "rank": rank, "ranks": 2, "load_began": 50 + rank} for rank in range(2)]
+    model_lines = [report_line(layers, load_ended=60, **each) for each in ranks]
+    draft_lines = [report_line({**layers, "draft": "emulation"}, load_ended=70, **each) for each in ranks]
+    for lines in (model_lines, model_lines + draft_lines, [*model_lines, draft_lines[0]]):
+        file.write_text("".join(lines))
+        found = run("verify", model, "--report", file, "--report-only")
+        assert found.status == 0, found.err
+
+
+def test_a_report_that_ends_within_a_line_is_read_but_not_complete(run: cli.Run, model: Path, tmp_path: Path) -> None:
+    file, line = tmp_path / "report.jsonl", report_line(dict.fromkeys(NAMES, "emulation"))
+    for text, status in ((line + line[:40], 1), (line.rstrip("\n"), 0), (line.replace("\n", "\r\n"), 0)):
+        file.write_bytes(text.encode())
+        found = run("verify", model, "--report", file, "--report-only")
+        assert found.status == status and "2 of 2 MoE layers run through the oracle" in found.out
+        assert ("the report ends within a line" in found.err) == bool(status)
+    assert run("verify", model, "--report", file, "--report-only", "--json").json["engagement"]["unfinished"] is False
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"record_version": 99}, "record_version is 99; this release reads 1"),
+        ({"rank": 5, "ranks": 2}, "rank, ranks and process are 5, 2 and 7"),
+        ({"groups": None}, "Give the file that the setting report names"),
+        ({"load_began": 2.0, "load_ended": 1.0}, "the load ends before it begins"),
+    ],
+    ids=["version", "rank", "groups", "times"],
+)
+def test_a_report_of_another_version_or_with_impossible_numbers(
+    run: cli.Run, model: Path, tmp_path: Path, fields: dict[str, Any], words: str
+) -> None:
+    file = tmp_path / "report.jsonl"
+    file.write_text(json.dumps({**json.loads(report_line(dict.fromkeys(NAMES, "emulation"))), **fields}) + "\n")
+    found = run("verify", model, "--report", file, "--report-only")
+    assert found.status == 2 and words in found.err and "Give the file" in found.err
+    assert len(found.err.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{}\n", "[]\n", "nonsense", '{"groups": 1}', '{"groups": [{"layers": [3], "decision": {"backend": "x"}}]}',

@@ -168,6 +168,21 @@ def test_the_first_process_names_the_folder_and_takes_it_away() -> None:
     assert not os.path.exists(mine)
 
 
+def test_a_folder_that_another_process_has_named_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings._RECORDS_DIR_VAR, str(tmp_path / "theirs"))
+    decision_records.write_record({"groups": []})
+    (tmp_path / "theirs" / "file").touch()
+    decision_records.remove_dir()
+    assert (tmp_path / "theirs" / "file").exists() and settings.records_dir() is None
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    decision_records.reserve_dir()
+    own = settings.records_dir()
+    decision_records.write_record({"groups": []})
+    assert own is not None and os.path.exists(own)
+    decision_records.remove_dir()
+    assert not os.path.exists(own)
+
+
 def test_folders_of_dead_processes_are_removed_and_no_others(tmp_path: Path) -> None:
     """A process that is killed leaves its folder; the next server removes it. What may belong to others stays."""
     write = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,13 +166,15 @@ def test_a_model_that_failed_leaves_nothing_behind(
 def test_a_second_model_of_other_names_is_counted_by_itself(
     release: Release, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    report = tmp_path / "report.jsonl"
+    report, started = tmp_path / "report.jsonl", time.time()
     chosen = load({}, {"moe_oracle": {"report": str(report)}})
     load_model(release, names(2), chosen)
     load_model(release, names(1, "draft"), chosen)
     assert "moe_oracle: 1 of 1 MoE layers run through the oracle: fast x 1" in words(caplog)
     lines = [json.loads(line) for line in report.read_text().splitlines()]
     assert [[group["layers"] for group in line["groups"]] for line in lines] == [[names(2)], [names(1, "draft")]]
+    times = [line[field] for line in lines for field in ("load_began", "load_ended")]
+    assert started <= times[0] and times == sorted(times) and times[-1] <= time.time()
 
 
 def test_a_record_says_which_rank_of_how_many_it_is_of(release: Release, monkeypatch: pytest.MonkeyPatch) -> None:

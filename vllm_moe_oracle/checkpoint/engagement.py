@@ -5,8 +5,7 @@ The setting `report` names a file; each process of a server appends one line of 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import msgspec
 from ..decision_records import ServerRecord
 from ..errors import MeasurementError
 from ..quantization.fields import short_repr
-from ..untrusted import boundary, parse_json, read_file
+from ..untrusted import boundary, complete_lines, parse_json
 from .moe_layers import MoeLayers
 
 MAX_REPORT_BYTES = 64 << 20
@@ -32,6 +31,7 @@ class Engagement:
         ranks: ranks that reported.
         expected_ranks: ranks that the server has.
         written_by: host, process and vLLM's release.
+        unfinished: the file ends within a line, which belongs to a later load or to another rank, and is not read.
     """
 
     backends: Mapping[str, str]
@@ -39,11 +39,12 @@ class Engagement:
     ranks: int = 1
     expected_ranks: int = 1
     written_by: str = ""
+    unfinished: bool = False
 
     @property
     def complete(self) -> bool:
         """Whether every layer runs through the oracle, and every rank says so."""
-        return not self.missing and self.ranks == self.expected_ranks
+        return not self.missing and self.ranks == self.expected_ranks and not self.unfinished
 
     def __str__(self) -> str:
         total = len(self.backends) + len(self.missing)
@@ -61,12 +62,15 @@ def read_engagement(path: Path, layers: MoeLayers) -> Engagement:
         layers: the checkpoint's, from `find_moe_layers`.
 
     Raises:
-        MeasurementError: the file cannot be read, is no report, or reports no layer of this checkpoint.
+        MeasurementError: the file cannot be read, is no report, is of another version of records, or reports no layer
+            of this checkpoint.
     """
-    data = read_file(path, MAX_REPORT_BYTES, MeasurementError)
-    lines = data.splitlines()
+    lines, rest = complete_lines(path, MAX_REPORT_BYTES, MeasurementError)
     if len(lines) > _MAX_LINES:
         raise MeasurementError(f"has {len(lines)} lines; a report of more than {_MAX_LINES} is not read", "", str(path))
+    unfinished = bool(lines and rest.strip()) and not _is_json(rest)
+    if not unfinished:
+        lines.append(rest)
     names = {problem.layer for problem in layers.problems}
     others = {name: "its experts are not quantized" for name in layers.unquantized}
     others |= {name: f"its experts are in {kind}" for name, kind in layers.unsupported_formats.items()}
@@ -76,9 +80,8 @@ def read_engagement(path: Path, layers: MoeLayers) -> Engagement:
         known = next((layer for each in records for layer in each.backends), "")
         remedy = f"It reports layers such as {short_repr(known)}" if known else "It reports no layers"
         raise MeasurementError("reports no layer of this checkpoint", remedy, str(path))
-    last = ours[-1]
-    # The same server's: each rank is a process of its own, and its last line counts.
-    ranks = {each.rank: each for each in ours if (each.host, each.ranks) == (last.host, last.ranks)}
+    last = ours[-1].record
+    ranks = _last_load(ours)
     backends, missing = {}, dict(others)
     for name in sorted(names, key=_by_numbers):
         found = {rank: each.backends.get(name, "") for rank, each in ranks.items()}
@@ -93,13 +96,43 @@ def read_engagement(path: Path, layers: MoeLayers) -> Engagement:
             missing[name] = f"ranks differ ({words})"
         else:
             missing[name] = "the server has not reported it: it did not load the layer, or other code serves it"
-    written_by = f"{last.host}, process {last.process}, vLLM {last.vllm}"
-    return Engagement(backends, missing, len(ranks), last.ranks, written_by)
+    written_by = f"{last.host}, process {last.process}, vLLM {last.vllm or ''}"
+    return Engagement(backends, missing, len(ranks), last.ranks, written_by, unfinished)
+
+
+def _last_load(records: Sequence[_Record]) -> dict[int, _Record]:
+    """The records of the load that has written last, by rank. Its ranks may be on several hosts.
+
+    Each rank is a process of its own, whose last line counts. Another load begins with a line of a process that takes
+    the rank of another one, that has another number of ranks, or that began when a rank of the load before had ended.
+    """
+    found: dict[int, _Record] = {}
+    for each in records:
+        one = each.record
+        known = found.get(one.rank, each).record
+        is_same = (known.host, known.process) == (one.host, one.process)
+        others = (other.record for other in found.values())
+        if not is_same or any(one.ranks != other.ranks or not one.is_of_one_load_with(other) for other in others):
+            found = {}
+        found[one.rank] = each
+    return found
+
+
+def _is_json(line: bytes) -> bool:
+    """Whether a line is complete: a report that was edited may lack the last line's end."""
+    try:
+        parse_json(line, MeasurementError, "")
+    except MeasurementError:
+        return False
+    return True
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
     """A key that sorts layer 2 before layer 10."""
     return [(int(part), "") if part.isdecimal() and len(part) < 9 else (-1, part) for part in name.split(".")]
+
+
+_REMEDY = "Give the file that the setting report names, and use the vllm-moe-oracle of the server that wrote it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +141,7 @@ class _Record:
 
     backends: Mapping[str, str]
     stock: Mapping[str, str]
-    rank: int
-    ranks: int
-    host: str
-    process: int
-    vllm: str
+    record: ServerRecord
 
     @classmethod
     def read(cls, line: bytes, where: str) -> _Record:
@@ -122,14 +151,7 @@ class _Record:
             MeasurementError: it is none.
         """
         found = parse_json(line, MeasurementError, where)
-        with boundary(MeasurementError, "is not a server's report", where=where):
-            return cls._of(msgspec.convert(found, ServerRecord))
-
-    @classmethod
-    def _of(cls, found: ServerRecord) -> _Record:
-        backends = {layer: group.decision.backend for group in found.groups for layer in group.layers}
-        numbers = found.rank, found.ranks, found.process
-        if not all(0 <= each < 1 << 32 for each in numbers) or found.ranks < 1:
-            raise ValueError(f"rank, ranks and process are {json.dumps(numbers)[:80]}")
-        vllm = found.vllm or ""
-        return cls(backends, found.left_to_stock, found.rank, found.ranks, found.host, found.process, vllm)
+        with boundary(MeasurementError, "is not a server's report", _REMEDY, where):
+            record = msgspec.convert(found, ServerRecord)
+        backends = {layer: group.decision.backend for group in record.groups for layer in group.layers}
+        return cls(backends, record.left_to_stock, record)

@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -45,6 +46,7 @@ class _ModelLoad:
         self.settings: Settings | None = None
         self.logged: set[tuple[Any, ...]] = set()
         self.stock_layers: dict[str, str] = {}
+        self.began = time.time()
 
 
 _model = _ModelLoad()
@@ -63,6 +65,8 @@ def start_layer(layer: str) -> None:
     if _starts_new_model(layer):
         end_load()
         _model = _ModelLoad()
+    elif not _model.decisions and not _model.stock_layers:  # this module may have been imported long before
+        _model.began = time.time()
 
 
 def record_decision(decision: Decision, settings: Settings) -> None:
@@ -223,6 +227,8 @@ def model_report(total: int) -> dict[str, Any]:
         **_rank_fields(),
         "host": socket.gethostname(),
         "process": os.getpid(),
+        "load_began": _model.began,
+        "load_ended": time.time(),
         "program": Path(sys.argv[0]).name,
         "device": detect.detect(),
         "moe_layers": total,

@@ -216,8 +216,11 @@ def _print_engagement(engagement: Engagement, results: list[LayerResult], as_jso
     for layer, reason in engagement.missing.items():
         output.print_message("error", f"{layer}: not run through the oracle: {reason}")
     if engagement.ranks != engagement.expected_ranks:
-        rule = f"{engagement.ranks} of {engagement.expected_ranks} ranks have reported"
+        rule = f"{engagement.ranks} of {engagement.expected_ranks} ranks have reported the last load"
         output.print_message("error", f"{rule}: a rank has not loaded the model, or writes another file")
+    if engagement.unfinished:
+        rule = "the report ends within a line: a process is writing it, or ended while it did, or the disk is full"
+        output.print_message("error", rule)
     compared: dict[str, set[str]] = {}
     for each in results:
         compared.setdefault(each.layer, set()).add(each.backend)
