@@ -58,7 +58,13 @@ def add_and_drop(expert: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"w13": expert["w13"], "sums": expert["w13"].to(torch.int32).sum(-1) + expert["w13_scale"].sum(-1)}
 
 
-CONVERSIONS = [grow, shrink, retype, swap_halves, alias, add_and_drop]
+def add_empty(expert: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors without numbers, one of them in a parameter's place."""
+    more = {"none": torch.zeros(0), "no_rows": torch.zeros(0, 3, dtype=torch.float64), "w13_scale": torch.zeros(2, 0)}
+    return {**expert, **more}
+
+
+CONVERSIONS = [grow, shrink, retype, swap_halves, alias, add_and_drop, add_empty]
 
 
 @pytest.mark.parametrize("convert", CONVERSIONS, ids=lambda function: function.__name__)

@@ -25,3 +25,10 @@ def test_bytes_are_those_of_the_parts(dtype: torch.dtype, transposed: bool) -> N
     assert stacked.shape == (2, 4, 4) and joined.shape == (8, 4)
     for each in (stacked, joined):
         assert torch.equal(each.view(torch.uint8), expected.reshape(each.view(torch.uint8).shape))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+def test_tensors_without_numbers_are_joined(shape: tuple[int, ...]) -> None:
+    empty = torch.zeros(shape, dtype=torch.float64)
+    assert torch.equal(stack_bytes([empty, empty]), torch.stack([empty, empty]))
+    assert torch.equal(cat_bytes([empty, empty]), torch.cat([empty, empty]))

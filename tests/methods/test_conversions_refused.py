@@ -86,3 +86,14 @@ def test_the_next_candidate_gets_the_layer(
         load_random(layer, 0)
         made.process_weights_after_loading(layer)
         assert layer.moe_oracle_state == "converted"
+
+
+def test_tensors_without_numbers_are_taken(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel may have a tensor that is empty for some layers."""
+    none = {"none": torch.zeros(0), "no_rows": torch.zeros(0, 3, dtype=torch.float64)}
+    method_layers.use_backends([Faulty("first", lambda expert, layer: expert | none), second()], monkeypatch)
+    layer = Layer()
+    made = created(config, layer)
+    load_random(layer, 0)
+    made.process_weights_after_loading(layer)
+    assert made.backend.name == "first" and tuple(layer.no_rows.shape) == (EXPERTS, 0, 3)

@@ -273,6 +273,8 @@ def _fits_in_place(raw: TensorSpec, spec: TensorSpec) -> bool:
 
 def _view(memory: Tensor, spec: TensorSpec) -> Tensor:
     """A view `[experts, *spec.shape]` of the first bytes of each row of uint8 `[experts, stride]`."""
+    if not spec.nbytes:  # torch refuses to view no bytes as wider numbers
+        return memory.new_empty((memory.shape[0], *spec.shape), dtype=spec.dtype)
     return torch.unflatten(memory[:, : spec.nbytes].view(spec.dtype), 1, spec.shape)
 
 
