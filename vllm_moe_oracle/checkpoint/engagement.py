@@ -65,39 +65,49 @@ def read_engagement(path: Path, layers: MoeLayers) -> Engagement:
         MeasurementError: the file cannot be read, is no report, is of another version of records, or reports no layer
             of this checkpoint.
     """
+    names = {problem.layer for problem in layers.problems}
+    records, unfinished = _read_records(path)
+    ours = [each for each in records if names & (each.backends.keys() | each.stock.keys())]
+    if not ours:
+        known = next((layer for each in records for layer in each.backends), "")
+        remedy = f"It reports layers such as {short_repr(known)}" if known else "It reports no layers"
+        raise MeasurementError("reports no layer of this checkpoint", remedy, str(path))
+    ranks = _last_load(ours)
+    missing = {name: "its experts are not quantized" for name in layers.unquantized}
+    missing |= {name: f"its experts are in {kind}" for name, kind in layers.unsupported_formats.items()}
+    backends = {}
+    for name in sorted(names, key=_by_numbers):
+        found = {rank: each.backends.get(name, "") for rank, each in ranks.items()}
+        if all(found.values()) and len(set(found.values())) == 1:
+            backends[name] = next(iter(found.values()))
+        else:
+            missing[name] = _why_missing(name, found, ranks)
+    last = ours[-1].record
+    written_by = f"{last.host}, process {last.process}, vLLM {last.vllm or ''}"
+    return Engagement(backends, missing, len(ranks), last.ranks, written_by, unfinished)
+
+
+def _read_records(path: Path) -> tuple[list[_Record], bool]:
+    """The records of a report, and whether it ends within a line."""
     lines, rest = complete_lines(path, MAX_REPORT_BYTES, MeasurementError)
     if len(lines) > _MAX_LINES:
         raise MeasurementError(f"has {len(lines)} lines; a report of more than {_MAX_LINES} is not read", "", str(path))
     unfinished = bool(lines and rest.strip()) and not _is_json(rest)
     if not unfinished:
         lines.append(rest)
-    names = {problem.layer for problem in layers.problems}
-    others = {name: "its experts are not quantized" for name in layers.unquantized}
-    others |= {name: f"its experts are in {kind}" for name, kind in layers.unsupported_formats.items()}
-    records = [_Record.read(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-    ours = [each for each in records if names & (each.backends.keys() | each.stock.keys())]
-    if not ours:
-        known = next((layer for each in records for layer in each.backends), "")
-        remedy = f"It reports layers such as {short_repr(known)}" if known else "It reports no layers"
-        raise MeasurementError("reports no layer of this checkpoint", remedy, str(path))
-    last = ours[-1].record
-    ranks = _last_load(ours)
-    backends, missing = {}, dict(others)
-    for name in sorted(names, key=_by_numbers):
-        found = {rank: each.backends.get(name, "") for rank, each in ranks.items()}
-        if all(found.values()) and len(set(found.values())) == 1:
-            backends[name] = next(iter(found.values()))
-            continue
-        reasons = [each.stock[name] for each in ranks.values() if name in each.stock]
-        if reasons:
-            missing[name] = f"left to stock vLLM: {reasons[0]}"
-        elif any(found.values()):
-            words = ", ".join(f"rank {rank}: {backend or 'none'}" for rank, backend in sorted(found.items()))
-            missing[name] = f"ranks differ ({words})"
-        else:
-            missing[name] = "the server has not reported it: it did not load the layer, or other code serves it"
-    written_by = f"{last.host}, process {last.process}, vLLM {last.vllm or ''}"
-    return Engagement(backends, missing, len(ranks), last.ranks, written_by, unfinished)
+    numbered = enumerate(lines, 1)
+    return [_Record.read(line, f"{path}, line {number}") for number, line in numbered if line.strip()], unfinished
+
+
+def _why_missing(name: str, found: Mapping[int, str], ranks: Mapping[int, _Record]) -> str:
+    """Why a layer does not run through the oracle on every rank; `found` has its backend by rank, or ""."""
+    reasons = [each.stock[name] for each in ranks.values() if name in each.stock]
+    if reasons:
+        return f"left to stock vLLM: {reasons[0]}"
+    if any(found.values()):
+        words = ", ".join(f"rank {rank}: {backend or 'none'}" for rank, backend in sorted(found.items()))
+        return f"ranks differ ({words})"
+    return "the server has not reported it: it did not load the layer, or other code serves it"
 
 
 def _last_load(records: Sequence[_Record]) -> dict[int, _Record]:
