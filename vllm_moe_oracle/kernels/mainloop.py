@@ -23,11 +23,11 @@ from .dequantize import (
 
 
 @triton.jit
-def load_scales(s_ptr, z_ptr, row, fold_step, columns, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+def load_scales(s_ptr, z_ptr, row, step, columns, FORMAT: tl.constexpr, GROUP: tl.constexpr,
                 HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, K_PARTS: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """Words of scales and of zero points for one step of `mainloop`; 0 for what the format does not have.
 
-    row: number of each group of 16 rows, [chunks, 1, 4, 1]; fold_step: the step of each, a scalar or of that shape.
+    row: number of each group of 16 rows, [chunks, 1, 4, 1]; step: the step of each, a scalar or of that shape.
     """
     words = 0
     zeros = 0
@@ -35,18 +35,18 @@ def load_scales(s_ptr, z_ptr, row, fold_step, columns, FORMAT: tl.constexpr, GRO
         lane = row % 4 * 16 + tl.arange(0, 16)[None, None, None, :]
         KB: tl.constexpr = (BK + 127) // 128
         k_blocks = (columns + 127) // 128
-        block = fold_step * BK // 128 + tl.arange(0, KB)[None, :, None, None]
+        block = step * BK // 128 + tl.arange(0, KB)[None, :, None, None]
         s_ptrs = s_ptr + (row // 4 * k_blocks + block) * 64 + lane
         if (KB > 1 or K_PARTS > 1) and not EVEN_K:
             words = tl.load(s_ptrs, mask=block < k_blocks, other=0)
         else:
             words = tl.load(s_ptrs)
         if BK < 128:
-            words = words >> (fold_step * BK % 128 // 4)
+            words = words >> (step * BK % 128 // 4)
     elif GROUP > 0:
         lane = row % 4 * 8 + tl.arange(0, 8)[None, None, None, :]
         groups = columns // GROUP
-        group = fold_step * BK // GROUP + tl.arange(0, (BK + GROUP - 1) // GROUP)[None, :, None, None]
+        group = step * BK // GROUP + tl.arange(0, (BK + GROUP - 1) // GROUP)[None, :, None, None]
         offsets = (row // 4 * groups + group) * 32 + lane
         words = tl.load(s_ptr + offsets) if EVEN_K else tl.load(s_ptr + offsets, mask=group < groups, other=0)
         if HAS_ZERO:
@@ -160,17 +160,17 @@ def mainloop(x_rows, x_mask, rest_rows, rest_mask, w_ptr, s_ptr, z_ptr, tile_n, 
     VN: tl.constexpr = BN * K_PARTS
     VM: tl.constexpr = BM * K_PARTS
     k = tl.arange(0, BK)
-    fold_steps = ((columns + BK - 1) // BK + K_PARTS - 1) // K_PARTS
-    part_steps = (fold_steps + SPLIT_K - 1) // SPLIT_K
-    begin = split * part_steps
-    end = tl.minimum(fold_steps, begin + part_steps)
-    x_fold = tl.arange(0, VM) // BM * fold_steps
-    x_ptrs = x_rows[:, None] + ((x_fold + begin) * BK)[:, None] + k[None, :]
+    steps_per_part = ((columns + BK - 1) // BK + K_PARTS - 1) // K_PARTS
+    steps_per_split = (steps_per_part + SPLIT_K - 1) // SPLIT_K
+    begin = split * steps_per_split
+    end = tl.minimum(steps_per_part, begin + steps_per_split)
+    x_first_step = tl.arange(0, VM) // BM * steps_per_part
+    x_ptrs = x_rows[:, None] + ((x_first_step + begin) * BK)[:, None] + k[None, :]
     # A warp holds 16 rows; tiles of fewer than 64 rows consist of parts of chunks. An incomplete last tile repeats its
     # last rows; the caller masks what it stores. Dimensions: chunk of rows, chunk or group of columns, warp, byte or
     # word.
     warp = (tl.arange(0, RC)[:, None] * 4 + tl.arange(0, 4)[None, :])[:, None, :, None]
-    fold = warp // (BN // 16) * fold_steps
+    first_step = warp // (BN // 16) * steps_per_part
     row = tl.minimum(tile_n * (BN // 16) + warp % (BN // 16), n_chunks * 4 - 1)
     acc = tl.zeros((VN, VM), tl.float32)
     acc_rest = acc
@@ -180,7 +180,7 @@ def mainloop(x_rows, x_mask, rest_rows, rest_mask, w_ptr, s_ptr, z_ptr, tile_n, 
         part = tl.arange(0, KC * RC * 4)
         part_warp = part % (RC * 4)
         part_row = tl.minimum(tile_n * (BN // 16) + part_warp % (BN // 16), n_chunks * 4 - 1)
-        part_chunk = part_warp // (BN // 16) * (fold_steps * KC) + part // (RC * 4)
+        part_chunk = part_warp // (BN // 16) * (steps_per_part * KC) + part // (RC * 4)
         w_ptrs = w_ptr + (part_row // 4 * (k_chunks * 2048) + part_row % 4 * 512 + part_chunk * 2048)[:, None]
         w_ptrs = w_ptrs + tl.arange(0, 512)[None, :]
         tiles = ()
@@ -190,7 +190,7 @@ def mainloop(x_rows, x_mask, rest_rows, rest_mask, w_ptr, s_ptr, z_ptr, tile_n, 
             else:
                 inside = (part_chunk + step * KC < k_chunks)[:, None]
                 packed = tl.load(w_ptrs + step * (KC * 2048), mask=inside, other=0)
-            words, zeros = load_scales(s_ptr, z_ptr, row, fold + step, columns, FORMAT, GROUP, HAS_ZERO, EVEN_K,
+            words, zeros = load_scales(s_ptr, z_ptr, row, first_step + step, columns, FORMAT, GROUP, HAS_ZERO, EVEN_K,
                                        K_PARTS, BK)  # fmt: skip
             tiles = tiles + ((packed.reshape(KC, RC, 4, 512).trans(1, 0, 2, 3), words, zeros),)
         if LOAD_BEFORE_WAIT:
@@ -200,14 +200,14 @@ def mainloop(x_rows, x_mask, rest_rows, rest_mask, w_ptr, s_ptr, z_ptr, tile_n, 
         for step in tl.static_range(STEPS):
             mask = x_mask[:, None]
             if not EVEN_K:
-                mask = mask & ((x_fold + step)[:, None] * BK + k[None, :] < columns)
+                mask = mask & ((x_first_step + step)[:, None] * BK + k[None, :] < columns)
             rows = rows + (tl.load(x_ptrs + step * BK, mask=mask, other=0.0),)
         for step in tl.static_range(STEPS):
             packed, words, zeros = tiles[step]
             acc = dequantize_mma_step(acc, rows[step], packed, words, zeros, FORMAT, GROUP, HAS_ZERO, SCALE_ACC, BK)
     else:
         chunk = tl.arange(0, KC)[None, :, None, None]
-        w_ptrs = w_ptr + row // 4 * (k_chunks * 2048) + row % 4 * 512 + (fold + begin) * (KC * 2048)
+        w_ptrs = w_ptr + row // 4 * (k_chunks * 2048) + row % 4 * 512 + (first_step + begin) * (KC * 2048)
         w_ptrs = w_ptrs + chunk * 2048 + tl.arange(0, 512)[None, None, None, :]
         if BM_REST > 0:
             acc_rest = tl.zeros((VN, BM_REST), tl.float32)
@@ -219,10 +219,12 @@ def mainloop(x_rows, x_mask, rest_rows, rest_mask, w_ptr, s_ptr, z_ptr, tile_n, 
                 packed = tl.load(w_ptrs)
             else:
                 x = tl.load(
-                    x_ptrs, mask=x_mask[:, None] & ((x_fold + step)[:, None] * BK + k[None, :] < columns), other=0.0
+                    x_ptrs,
+                    mask=x_mask[:, None] & ((x_first_step + step)[:, None] * BK + k[None, :] < columns),
+                    other=0.0,
                 )
-                packed = tl.load(w_ptrs, mask=(fold + step) * KC + chunk < k_chunks, other=0)
-            words, zeros = load_scales(s_ptr, z_ptr, row, fold + step, columns, FORMAT, GROUP, HAS_ZERO, EVEN_K,
+                packed = tl.load(w_ptrs, mask=(first_step + step) * KC + chunk < k_chunks, other=0)
+            words, zeros = load_scales(s_ptr, z_ptr, row, first_step + step, columns, FORMAT, GROUP, HAS_ZERO, EVEN_K,
                                        K_PARTS, BK)  # fmt: skip
             if BM_REST > 0:
                 FP16: tl.constexpr = x.dtype == tl.float16
