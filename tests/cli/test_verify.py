@@ -468,6 +468,22 @@ def test_ranks_may_be_on_several_hosts_and_load_a_draft_later(run: cli.Run, mode
         assert found.status == 0, found.err
 
 
+def test_stages_of_a_pipeline_report_layers_of_their_own(run: cli.Run, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "report.jsonl"
+    stages = [{"rank": rank, "ranks": 2, "process": 7 + rank} for rank in range(2)]
+
+    def tell(count: int) -> cli.Result:
+        lines = [
+            report_line({name: "emulation"}, moe_layers=count, **each) for name, each in zip(NAMES, stages, strict=True)
+        ]
+        file.write_text("".join(lines))
+        return run("verify", model, "--report", file, "--report-only")
+
+    assert tell(1).status == 0
+    found = tell(2)  # each process has a layer that it does not name
+    assert found.status == 1 and "ranks differ (rank 0: emulation, rank 1: none)" in found.err
+
+
 def test_a_report_that_ends_within_a_line_is_read_but_not_complete(run: cli.Run, model: Path, tmp_path: Path) -> None:
     file, line = tmp_path / "report.jsonl", report_line(dict.fromkeys(NAMES, "emulation"))
     for text, status in ((line + line[:40], 1), (line.rstrip("\n"), 0), (line.replace("\n", "\r\n"), 0)):

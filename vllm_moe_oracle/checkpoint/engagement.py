@@ -77,7 +77,8 @@ def read_engagement(path: Path, layers: MoeLayers) -> Engagement:
     missing |= {name: f"its experts are in {kind}" for name, kind in layers.unsupported_formats.items()}
     backends = {}
     for name in sorted(names, key=_by_numbers):
-        found = {rank: each.backends.get(name, "") for rank, each in ranks.items()}
+        holders = {rank: each for rank, each in ranks.items() if each.may_hold(name)}
+        found = {rank: each.backends.get(name, "") for rank, each in holders.items()}
         if all(found.values()) and len(set(found.values())) == 1:
             backends[name] = next(iter(found.values()))
         else:
@@ -152,6 +153,12 @@ class _Record:
     backends: Mapping[str, str]
     stock: Mapping[str, str]
     record: ServerRecord
+
+    def may_hold(self, layer: str) -> bool:
+        """Whether the process has the layer, as far as is known: not if it is one of another pipeline stage. Then the
+        record does not name it, and counts no layer that it does not name."""
+        named = self.backends.keys() | self.stock.keys()
+        return layer in named or self.record.moe_layers != len(named)
 
     @classmethod
     def read(cls, line: bytes, where: str) -> _Record:
