@@ -171,7 +171,7 @@ def test_ids_are_of_the_type_that_the_all_to_all_delivers(name: str, exchange: s
     assert seen == {torch.int64 if wide else torch.int32}
 
 
-def test_memory_holds_nan_in_calls_of_new_sizes_only() -> None:
+def test_memory_holds_nan_in_calls_of_new_sizes_and_without_experts() -> None:
     layer, found = LAYERS["16 bit"], []
 
     def looks(tensors: Any, layer: Any, out: Any, x: Any, weights: Any, ids: Any, places: Any, workspace: Any) -> None:
@@ -181,7 +181,8 @@ def test_memory_holds_nan_in_calls_of_new_sizes_only() -> None:
 
     assert check(Faulty("looks", compute=looks, beyond=(600,), scratch=True), layer, weights(layer)).passed
     poisoned = [tokens for tokens, out, workspace in found if out and workspace]
-    assert poisoned == [1, 7, 9, 16, 33, 65, 601] and [each[0] for each in found][:7] == poisoned
+    assert poisoned == [1, 7, 9, 16, 33, 65, 601, 1]
+    assert [each[0] for each in found][:7] == poisoned[:7] and found[-1] == (1, True, True)
 
 
 def test_calls_are_no_larger_than_the_engines() -> None:

@@ -134,7 +134,7 @@ class WeightParts:
         Args:
             problem: the layer; activations are quantized as its scheme says.
             rounding: see `bounds.reference_output`.
-            x: from `tokens`.
+            x: from `tokens`; further tokens have no expert on this rank.
             weights: likewise; 0 in slots that another rank computes.
         """
         plain = dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activations="16bit"))
@@ -143,9 +143,9 @@ class WeightParts:
         return bounds.from_parts(expected, size, exact, rounding, problem.dtype)
 
     def _outputs(self, problem: Problem, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs of the rows, and the squares of their terms, float32 `[len(experts), rows]` each."""
+        """Outputs of the rows, and the squares of their terms, float32 `[tokens, rows]` each."""
         count, on_input = len(self._w13), problem.routing.apply_router_weight_on_input
-        expected = torch.zeros(count, self._w2[0].shape[0], device=x.device, dtype=torch.float32)
+        expected = torch.zeros(len(x), self._w2[0].shape[0], device=x.device, dtype=torch.float32)
         size = torch.zeros_like(expected)
         slots = torch.arange(weights.shape[1], device=x.device)
         # Of each expert the tokens whose slot 0, 1, ... holds it, `[len(experts), top_k]`.
@@ -192,7 +192,7 @@ class InstalledLayer:
         problem = parts.problem
         self.problem, self._backend, self._rows = problem, backend, parts.rows
         self._experts, self._layer, self._tensors, self._adapter = experts, layer, tensors, adapter
-        self._is_first = parts.every
+        self._is_first, self._count = parts.every, len(parts.experts)
         x, weights = parts.tokens()
         count, device = len(x), x.device
         chosen = torch.tensor(parts.experts, device=device)[torch.tensor(parts.order, device=device)]
@@ -201,17 +201,23 @@ class InstalledLayer:
         ids = chosen[(token + slot) % count]
         counted, self._expert_map = weights, None
         self.skip_reason = ""
+        self._elsewhere: int | None = None  # the token all of whose experts other ranks have
         if problem.local_experts != problem.num_experts:
             self._expert_map = layer.expert_map
             if self._expert_map is None:
                 self.skip_reason = "the layer has no expert map"
                 return
             here, away = (self._expert_map >= 0).nonzero().flatten(), (self._expert_map < 0).nonzero().flatten()
-            # Slots beyond the parts' experts are another rank's, and so is the last one of every third token.
-            other = (slot >= count) | ((token % 3 == 2) & (slot == slot.amax()) & (slot > 0))
+            other = _other_ranks(count, weights.shape[1], len(away), device)
             by_place = here[self._expert_map[here].argsort()]
-            ids = torch.where(other, away[(ids + slot) % len(away)], by_place[ids])
+            # Different ones: a token names no expert twice.
+            ids = torch.where(other, away[(token + other.cumsum(-1)) % len(away)], by_place[ids])
             counted = weights.masked_fill(other, 0.0)
+            if weights.shape[1] <= len(away):
+                self._elsewhere = count
+                x, weights = torch.cat((x, x[-1:])), torch.cat((weights, weights[-1:]))
+                ids = torch.cat((ids, away[: weights.shape[1]].unsqueeze(0)))
+                counted = torch.cat((counted, torch.zeros_like(weights[:1])))
         scheme = dataclasses.replace(problem.scheme, activations=backend.activations(problem))
         with ieee_fp32_matmul():
             self._reference = parts.reference(
@@ -243,8 +249,7 @@ class InstalledLayer:
         if self.skip_reason:
             return Comparison(0.0, math.nan, 0.0, skip_reason=self.skip_reason)
         calls = self._calls()
-        x = self._given["tokens"]
-        count = len(x)
+        x, count = self._given["tokens"], self._count
         most = self._adapter.trial_tokens(self._experts.moe_config)
         for rows in torch.split(torch.arange(count, device=x.device), most):
             calls.make(rows)
@@ -252,6 +257,8 @@ class InstalledLayer:
         # On a CPU calls take long, and are made only where another kernel runs.
         if self._is_first and large > count and (not x.is_cpu or self._backend.hand_overs(self.problem, large)):
             calls.make(rows_of_call(large, count, count - 1).to(x.device))
+        if self._is_first and self._elsewhere is not None:  # as decode steps of one token have it
+            calls.make(torch.tensor([self._elsewhere], device=x.device))
         return calls.result(start)
 
     def compare_again(self) -> Comparison:
@@ -265,6 +272,27 @@ class InstalledLayer:
             return Comparison(0.0, math.nan, 0.0, skip_reason=skip_reason)
         calls = self._calls()
         x = self._given["tokens"]
-        few = min(len(x), FEW_EXPERTS, self._adapter.trial_tokens(self._experts.moe_config))
-        calls.make(torch.arange(len(x) - few, len(x), device=x.device))
+        few = min(self._count, FEW_EXPERTS, self._adapter.trial_tokens(self._experts.moe_config))
+        calls.make(torch.arange(self._count - few, self._count, device=x.device))
         return calls.result(start)
+
+
+def _other_ranks(tokens: int, top_k: int, away: int, device: torch.device) -> Tensor:
+    """Which slots other ranks compute, bool `[tokens, top_k]`: those beyond the experts of the parts, and some
+    neighboring ones of every third token, from all but one down to one. The other tokens reach every expert.
+
+    Args:
+        tokens: number of tokens, and of experts of the parts.
+        top_k: experts per token.
+        away: number of experts of other ranks: no token has more of them.
+        device: the result's.
+    """
+    token = torch.arange(tokens, device=device)[:, None]
+    slot = torch.arange(top_k, device=device)[None, :]
+    beyond = slot >= tokens
+    most = min(min(top_k, tokens) - 1, away - max(top_k - tokens, 0))
+    if most < 1:
+        return beyond.expand(tokens, top_k)
+    turn = token // 3
+    some = (slot - turn) % min(top_k, tokens) < most - turn // 2 % most
+    return beyond | (some & (token % 3 == 2))

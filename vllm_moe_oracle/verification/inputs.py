@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,9 +24,23 @@ all up to 16, for each of which a kernel may have a variant of its own."""
 TOKEN_COUNTS = (1, 7, 9, NUM_TOKENS, 33, 65)
 """Numbers of tokens of a check's calls: one, no multiples of 8, and more than tiles of 8, 16, 32 and 64 rows."""
 
-LAST_TOKENS = (5, 2, 13, 10, 3, 12, 7, 9, 4, 14, 1, 11, 6)
-"""The last token of each call in turn, the only one of a call of one: none that is zero or has no expert, whose
-output hides a fault where there are no biases."""
+ELSEWHERE_TOKEN = 12
+"""The token all of whose experts other ranks have, where a check has such experts."""
+
+EXPERTLESS_TOKEN = NUM_TOKENS // 2
+"""The token without any expert, where a check has empty slots."""
+
+LAST_TOKENS = (2, 9, 6, 3, 13, 7, 5, 14, 4, 10, 1, 11)
+"""The last token of each call in turn, the only one of a call of one: none that is zero or has no expert here, whose
+output hides a fault where there are no biases. All slots of the first one have experts of this rank."""
+
+_EMPTY_SLOTS = {7: "first", 13: "last", 6: "all but last", 1: "all but first", 14: "odd"}
+"""Which slots of a token hold no expert. None of these tokens is zero, and each keeps an expert of this rank: a kernel
+that skips a token by one of its slots, stops there, or counts them is wrong there. Tokens with first products around 1
+and 2 keep all experts, most of them: errors are smallest beside the bounds there."""
+
+_REMOTE_SLOTS = {7: "last", 13: "first", 5: "all but last", 11: "all but first", 4: "odd"}
+"""Likewise those with experts of other ranks. Of eight ranks one has about one of a token's eight experts."""
 
 NUM_EXPERTS = 4
 """Number of experts in a check, or one more than top-k where that is larger: some calls leave an expert idle."""
@@ -213,9 +227,9 @@ def make_inputs(
     Args:
         problem: the layer.
         experts: its canonical tensors, `[num_experts, ...]` each.
-        empty_slots: some slots hold no expert (-1), one token has none at all.
+        empty_slots: some slots hold no expert (-1), `EXPERTLESS_TOKEN` has none at all.
         remote: number of experts of other ranks, as many as here or 0; `place_experts` has the ids. Some slots have
-            them.
+            them, and all of `ELSEWHERE_TOKEN`.
 
     Returns:
         `x` `[groups * NUM_TOKENS, hidden]` in the model's dtype; weights (float32) and ids (int32), `[..., top_k]`.
@@ -231,17 +245,34 @@ def make_inputs(
     weights = torch.where(token % problem.top_k == slot, weights * _SLOT_LEAD, weights)
     sums = torch.tensor(WEIGHT_SUMS, dtype=torch.float32, device=device)
     weights *= sums[token % len(sums)] / weights.sum(-1, keepdim=True)
+    empty = _slots_of(_EMPTY_SLOTS, ids)
     if remote:
-        # Every third token sends one slot to another rank, in turn.
-        away = (token % 3 == 2) & ((token // 3) % problem.top_k == slot)
-        ids = torch.where(away, local + token % remote, ids)
+        away = _slots_of(_REMOTE_SLOTS, ids, empty) | (token == ELSEWHERE_TOKEN)
+        ids = torch.where(away, local + (token + slot) % remote, ids)
         ids = torch.cat(place_experts(local)).to(device)[ids]
     if empty_slots:
-        none = (token % 4 == 3) & ((token // 4 + 1) % problem.top_k == slot)
-        ids = ids.masked_fill(none | (token == NUM_TOKENS // 2), -1)
+        ids = ids.masked_fill(empty | (token == EXPERTLESS_TOKEN), -1)
     x = _make_tokens(problem, experts)
     groups = len(x) // NUM_TOKENS
     return x.to(getattr(torch, problem.dtype)), weights.repeat(groups, 1), ids.to(torch.int32).repeat(groups, 1)
+
+
+def _slots_of(tokens: Mapping[int, str], ids: Tensor, taken: Tensor | None = None) -> Tensor:
+    """Which slots some tokens have named, bool `[NUM_TOKENS, top_k]`; none of a token that would keep no other slot.
+
+    Args:
+        tokens: names of slots by token.
+        ids: `[NUM_TOKENS, top_k]`.
+        taken: slots that the token does not keep in any case, likewise; None for none.
+    """
+    slot = torch.arange(ids.shape[1], device=ids.device)
+    first, last = slot == 0, slot == len(slot) - 1
+    named = {"first": first, "last": last, "all but first": ~first, "all but last": ~last, "odd": slot % 2 == 1}
+    found = torch.zeros_like(ids, dtype=torch.bool)
+    for token, name in tokens.items():
+        found[token] = named[name]
+    lost = found if taken is None else found | taken
+    return found & ~lost.all(-1, keepdim=True)
 
 
 def distinct_strides(count: int, slots: int) -> list[int]:

@@ -111,7 +111,9 @@ def compare_with_reference(
     scheme = dataclasses.replace(small.scheme, activations=backend.activations(problem))
     exact = dataclasses.replace(small, scheme=scheme)
     # `Forward`'s contract has slots without an expert; vLLM's own classes get such slots from some all-to-alls only.
-    x, weights, ids = inputs.make_inputs(exact, experts, not backend.stock_class and not backend.monolithic, remote)
+    empty_slots = not backend.stock_class and not backend.monolithic
+    x, weights, ids = inputs.make_inputs(exact, experts, empty_slots, remote)
+    nothing = inputs.ELSEWHERE_TOKEN if remote else inputs.EXPERTLESS_TOKEN if empty_slots else None
     if is_reference(backend):
         x, weights, ids = (each[: inputs.NUM_TOKENS] for each in (x, weights, ids))
     groups = len(x) // inputs.NUM_TOKENS
@@ -122,15 +124,11 @@ def compare_with_reference(
         )
         routed = routing.route(small.routing, small.top_k, *router_inputs)
         weights, ids = (each.to(x.device).repeat(groups, 1) for each in routed)
-    expert_map = None
-    if remote:
-        expert_map = torch.full((len(sampled) + remote,), -1, dtype=torch.int32, device=x.device)
-        here = inputs.place_experts(len(sampled))[0].to(x.device)
-        expert_map[here] = torch.arange(len(sampled), dtype=torch.int32, device=x.device)
+    expert_map = _expert_map(remote, x.device) if remote else None
     rounding = rounding_error(backend, problem)
     reference = bounds.reference_output(experts, exact, rounding, x, weights, ids, expert_map, groups)
     used = _usable_groups(reference.expected.chunk(groups), sampled, problem)
-    planned = _plan_calls(backend, problem, small, plan, hand_overs, adapter.trial_tokens(moe), experts, used)
+    planned = _plan_calls(backend, problem, small, plan, hand_overs, adapter.trial_tokens(moe), experts, used, nothing)
     most = max(len(rows) for rows, _ in planned)
     built, layer, tensors = _build_small_layer(backend, small, plan, experts, moe, adapter, most)
     given = {"tokens": x, "routing weights": weights, "expert ids": ids.to(adapter.ids_dtype(moe))}
@@ -256,9 +254,10 @@ def _plan_calls(
     most: int,
     experts: Tensors,
     groups: list[int],
+    nothing: int | None = None,
 ) -> list[tuple[Tensor, bool]]:
     """The tokens of each call by their numbers, `[M]` on the CPU, and whether its memory holds NaN before: in calls of
-    new sizes. Repeated ones find what the calls before have left.
+    new sizes, and where no token has an expert. Repeated ones find what the calls before have left.
 
     Args:
         backend: the backend.
@@ -269,6 +268,7 @@ def _plan_calls(
         most: most tokens of a call.
         experts: the small layer's canonical tensors.
         groups: numbers of the groups of tokens, the first of which calls of all sizes have.
+        nothing: a token without an expert on this rank, for a call of its own; None where there is none.
     """
     edges = {*hand_overs, *(tokens for tokens, _ in plan.tiles)}
     if is_reference(backend):
@@ -287,9 +287,12 @@ def _plan_calls(
     found += [(inputs.rows_of_call(tokens, inputs.NUM_TOKENS, next(lasts)), False) for tokens in repeats]
     whole = inputs.rows_of_call(min(inputs.NUM_TOKENS, most), inputs.NUM_TOKENS, next(lasts))
     found += [(whole + group * inputs.NUM_TOKENS, False) for group in groups[1:]]
-    if not is_reference(backend):
-        # One token alone: its experts get all rows, and a kernel that holds back places for each has too few.
-        found.append((torch.full((alone,), next(lasts), device="cpu"), False))
+    if is_reference(backend):
+        return found
+    # One token alone: its experts get all rows, and a kernel that holds back places for each has too few.
+    found.append((torch.full((alone,), inputs.LAST_TOKENS[0], device="cpu"), False))
+    if nothing is not None:  # as decode steps of one token have it: no kernel runs, but the output is to be written
+        found.append((torch.tensor([nothing], device="cpu"), True))
     return found
 
 
@@ -309,6 +312,13 @@ def _takes_expert_map(backend: Backend, problem: Problem) -> bool:
     parallel = problem.parallel
     able = backend.capabilities.expert_parallel and not backend.monolithic and not backend.stock_class
     return parallel.ep > 1 and not parallel.is_batched and able
+
+
+def _expert_map(count: int, device: torch.device) -> Tensor:
+    """The map of a small layer with `count` experts and as many of other ranks, int32 `[2 * count]`."""
+    found = torch.full((2 * count,), -1, dtype=torch.int32, device=device)
+    found[inputs.place_experts(count)[0].to(device)] = torch.arange(count, dtype=torch.int32, device=device)
+    return found
 
 
 def _small_problem(problem: Problem, num_experts: int, remote: int, monolithic: bool) -> Problem:

@@ -1,0 +1,222 @@
+"""Slots without an expert on this rank: most slots of expert parallelism, of which a kernel may forget to take care."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.lib.cases import CPU, MXFP8, SILU, problem
+
+pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular kernel")
+
+from tests.lib import faulty_backends as lib
+from tests.lib.faulty_backends import MXFP4_W4A4, OAI, Compute, Faulty, check, weights
+from vllm_moe_oracle.backends.emulation import forward
+from vllm_moe_oracle.compat import current_adapter
+from vllm_moe_oracle.core.problem import Parallel, Problem
+from vllm_moe_oracle.verification import converted_layer, inputs, whole_layer
+
+SIZES: dict[str, Any] = {"experts": 16, "hidden_size": 256, "intermediate_size": 128}
+TOP_K = [1, 2, 3, 4, 6, 8]
+
+
+def layer_of(top_k: int, ranks: int = 1) -> Problem:
+    layer = problem(**SIZES, top_k=top_k, scheme=MXFP8, activation=SILU)
+    return dataclasses.replace(layer, local_experts=16 // ranks, parallel=Parallel(ep=ranks))
+
+
+def loaded(layer: Problem) -> dict[str, Tensor]:
+    whole = dataclasses.replace(layer, local_experts=layer.num_experts, parallel=Parallel())
+    return {name: tensor[: layer.local_experts] for name, tensor in weights(whole).items()}
+
+
+def converted(backend: Faulty, layer: Problem, every: bool = True) -> converted_layer.InstalledLayer:
+    """The layer of the second of two ranks, which share its experts in turn."""
+    tensors, adapter = loaded(layer), current_adapter()
+    parts = converted_layer.WeightParts(layer, every)
+    made = whole_layer.KernelTensors(backend, layer, backend.plan(layer, CPU))
+    # The builder's layer is that of one rank: kernels get the map with each call.
+    made._problem = dataclasses.replace(layer, num_experts=layer.local_experts)
+    for index in range(layer.local_experts):
+        expert = {name: tensor[index] for name, tensor in tensors.items()}
+        parts.add(expert)
+        assert not made.put(expert, index)
+    made._problem = layer
+    made.layer.expert_map = torch.full((layer.num_experts,), -1, dtype=torch.int32)
+    ranks = layer.num_experts // layer.local_experts
+    made.layer.expert_map[1::ranks] = torch.arange(layer.local_experts, dtype=torch.int32)
+    experts = made.build(adapter, "cpu", 64)
+    return converted_layer.InstalledLayer(backend, parts, experts, made.layer, made.tensors, adapter)
+
+
+def here(ids: Tensor, expert_map: Tensor | None) -> Tensor:
+    """Which slots have an expert of this rank."""
+    return ids >= 0 if expert_map is None else (ids >= 0) & (expert_map[ids.long().clamp(min=0)] >= 0)
+
+
+def scaled(rows: Callable[[Tensor, Tensor | None], Tensor]) -> Compute:
+    """The right output, of which some tokens are off by a half."""
+
+    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
+        forward(tensors, layer, out, x, weights, ids, *more)
+        out.mul_(torch.where(rows(ids, more[0]), 1.5, 1.0).unsqueeze(-1))
+
+    return compute
+
+
+def skips(slot: int, remote: bool) -> Compute:
+    """Takes a token for an empty one by one of its slots."""
+
+    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
+        absent = ~here(ids, more[0]) if remote else ids < 0
+        forward(tensors, layer, out, x, weights, ids.masked_fill(absent[:, slot, None], -1), *more)
+
+    return compute
+
+
+def unwritten(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
+    """Returns early where no token has an expert here."""
+    if here(ids, more[0]).any():
+        forward(tensors, layer, out, x, weights, ids, *more)
+
+
+def stops(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
+    """Reads a token's slots up to the first one without an expert here."""
+    lost = (~here(ids, more[0])).cumsum(-1) > 0
+    forward(tensors, layer, out, x, weights, ids.masked_fill(lost, -1), *more)
+
+
+def counts(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
+    """Reads as many of a token's first slots as it has experts here."""
+    lost = torch.arange(ids.shape[1]) >= here(ids, more[0]).sum(-1, keepdim=True)
+    forward(tensors, layer, out, x, weights, ids.masked_fill(lost, -1), *more)
+
+
+def adds(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
+    """Adds something to a token all of whose experts other ranks have."""
+    forward(tensors, layer, out, x, weights, ids, *more)
+    out.add_(((ids >= 0) & ~here(ids, more[0])).all(-1, keepdim=True) * 3.0)
+
+
+def two_empty(ids: Tensor, expert_map: Tensor | None) -> Tensor:
+    return ((ids < 0).sum(-1) > 1) & here(ids, expert_map).any(-1)
+
+
+def two_remote(ids: Tensor, expert_map: Tensor | None) -> Tensor:
+    found = here(ids, expert_map)
+    return (((ids >= 0) & ~found).sum(-1) > 1) & found.any(-1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("top_k", TOP_K)
+def test_the_output_is_written_where_no_token_has_an_expert(top_k: int, ranks: int) -> None:
+    layer = layer_of(top_k, ranks)
+    assert not check(Faulty("unwritten", compute=unwritten), layer, loaded(layer)).passed
+
+
+@pytest.mark.parametrize("top_k", TOP_K[1:])
+def test_every_slot_is_empty_beside_experts(top_k: int) -> None:
+    layer = layer_of(top_k)
+    for slot in range(top_k):
+        assert not check(Faulty("skips", compute=skips(slot, remote=False)), layer, loaded(layer)).passed, slot
+
+
+@pytest.mark.parametrize("top_k", TOP_K[1:])
+def test_every_slot_has_an_expert_of_another_rank(top_k: int) -> None:
+    layer = layer_of(top_k, 2)
+    for slot in range(top_k):
+        assert not check(Faulty("skips", compute=skips(slot, remote=True)), layer, loaded(layer)).passed, slot
+
+
+@pytest.mark.parametrize(
+    ("compute", "ranks", "least"),
+    [
+        (scaled(two_empty), 1, 3), (scaled(two_empty), 2, 3), (scaled(two_remote), 2, 3), (adds, 2, 1),
+        (stops, 1, 2), (stops, 2, 2), (counts, 1, 2), (counts, 2, 2),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("top_k", TOP_K)
+def test_absent_experts_change_nothing_else(compute: Compute, ranks: int, least: int, top_k: int) -> None:
+    layer = layer_of(top_k, ranks)
+    assert check(Faulty("wrong", compute=compute), layer, loaded(layer)).passed is (top_k < least)
+
+
+@pytest.mark.parametrize("compute", [unwritten, adds, scaled(two_remote), stops, counts])
+@pytest.mark.parametrize("top_k", [2, 4, 8])
+def test_a_converted_layer_has_experts_of_other_ranks(compute: Compute, top_k: int) -> None:
+    found = converted(Faulty("wrong", compute=compute), layer_of(top_k, 2)).compare()
+    assert not found.skip_reason and found.passed is (top_k == 2 and compute not in (unwritten, adds, stops, counts))
+
+
+@pytest.mark.parametrize("top_k", [2, 4, 8])
+def test_every_slot_of_a_converted_layer_is_another_ranks(top_k: int) -> None:
+    for slot in range(top_k):
+        assert not converted(Faulty("skips", compute=skips(slot, remote=True)), layer_of(top_k, 2)).compare().passed
+
+
+@pytest.mark.parametrize("away", [1, 2, 5, 40])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 8, 33])
+def test_slots_of_other_ranks_leave_every_expert_a_token(tokens: int, top_k: int, away: int) -> None:
+    other = converted_layer._other_ranks(tokens, top_k, max(away, top_k - tokens), torch.device("cpu"))
+    assert other.shape == (tokens, top_k) and other.sum(-1).max() <= max(away, top_k - tokens)
+    token, slot = (~other).nonzero().unbind(-1)
+    assert {*((token + slot) % tokens).tolist()} == {*range(tokens)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 7, 8])
+def test_one_call_more_and_no_token_names_an_expert_twice(top_k: int, ranks: int) -> None:
+    seen: list[tuple[Tensor, Tensor | None]] = []
+
+    def looks(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
+        seen.append((ids.clone(), more[0]))
+        forward(tensors, layer, out, x, weights, ids, *more)
+
+    layer = layer_of(top_k, ranks)
+    assert check(Faulty("right", compute=looks), layer, loaded(layer)).passed
+    assert len(seen) == 28 and [len(ids) for ids, found in seen if not here(ids, found).any()] == [1]
+    # The first call, the only one on fresh memory with one token and experts, lacks none.
+    assert here(*seen[0]).all()
+    if ranks > 1:
+        assert converted(Faulty("right", compute=looks), layer).compare().passed
+    for ids, _ in seen:
+        in_order = ids.sort(-1).values
+        assert not ((in_order.diff(dim=-1) == 0) & (in_order[:, 1:] >= 0)).any()
+
+
+def test_last_tokens_have_an_expert_on_this_rank() -> None:
+    hidden = {0, inputs.EXPERTLESS_TOKEN, inputs.ELSEWHERE_TOKEN, inputs.NUM_TOKENS - 1}
+    assert {*inputs.LAST_TOKENS} == {*range(inputs.NUM_TOKENS)} - hidden
+    assert inputs.LAST_TOKENS[0] not in {*inputs._EMPTY_SLOTS, *inputs._REMOTE_SLOTS}
+    assert not hidden & {*inputs._EMPTY_SLOTS, *inputs._REMOTE_SLOTS}
+
+
+# --- Right kernels ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("top_k", TOP_K)
+def test_a_kernel_that_rounds_wherever_it_may_passes(top_k: int, ranks: int) -> None:
+    for change in ({}, {"dtype": "float16"}, {"scheme": MXFP4_W4A4, "activation": OAI, "has_bias": True}):
+        layer = dataclasses.replace(layer_of(top_k, ranks), **change)
+        found = check(Faulty("rounds", compute=rounds), layer, loaded(layer))
+        assert found.passed, (change, found)
+
+
+@pytest.mark.parametrize("every", [True, False])
+@pytest.mark.parametrize("top_k", [1, 2, 4, 8])
+def test_a_right_converted_layer_passes(top_k: int, every: bool) -> None:
+    found = converted(Faulty("rounds", compute=rounds), layer_of(top_k, 2), every)
+    assert found.compare().passed and found.compare_again().passed and not found.skip_reason
+
+
+def rounds(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
+    """Every rounding that is allowed, of the experts that are here."""
+    local = ids if more[0] is None else torch.where(ids < 0, -1, more[0][ids.long().clamp(min=0)])
+    lib.every_rounding("ceil")(tensors, layer, out, x, weights, local, *more)
