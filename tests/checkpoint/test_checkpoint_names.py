@@ -63,7 +63,8 @@ def test_expressions_are_for_vllms_own_names(expression: str, matches: bool, lef
 
 @pytest.mark.parametrize("name", [OWN, CHECKPOINT])
 def test_full_names_may_be_either(name: str, left_out: Any) -> None:
-    matrices = [f"{name.format(index)}.0.{each}_proj" for index in range(5) for each in ("gate", "up", "down")]
+    experts = [f"{name.format(index)}.{expert}" for index in range(5) for expert in range(128)]
+    matrices = [f"{expert}.{each}_proj" for expert in experts for each in ("gate", "up", "down")]
     assert left_out(compressed(group(INT4), format=PACKED, ignore=matrices)) == 5
     assert left_out(GPTQ | {"modules_in_block_to_quantize": matrices}) == 43
     assert left_out(MODELOPT | {"ignore": [name.format(3)]}) == 1

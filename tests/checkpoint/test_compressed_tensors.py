@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections import Counter
 from typing import Any
@@ -77,6 +78,8 @@ def by_us(quantization: dict[str, Any], module: str, own: str) -> str:
     try:
         found = parse_config(quantization, "x")(LayerNames(names, GATED_PROJECTIONS, PROJECTIONS))
     except CheckpointError as error:
+        if "expert 1 differs from others" in str(error):
+            return "experts differ"
         assert "stored differently" in str(error)
         return "different"
     return "not quantized" if found is None else f"{found.bits} bits"
@@ -100,16 +103,20 @@ def test_names_mean_what_they_mean_for_vllm(names: tuple[str, str, dict[str, str
     chance = random.Random(module)
     known = entries(own or module)
     seen: Counter[str] = Counter()
-    for _ in range(400):
+    for _ in range(600):
         ignore = chance.sample(known, chance.choice((0, 0, 1, 2)))
         targets = [chance.sample(["Linear", *known], chance.choice((1, 2)))]
         if chance.random() < 0.6:
             targets.append(chance.sample(["Linear", *CLASSES, *known], chance.choice((1, 2))))
         quantization = config(ignore, *targets)
         expected = by_vllm(quantization, module, mapped)
-        assert by_us(quantization, module, own) == expected, (ignore, targets)
-        seen[expected] += 1
-    assert min(seen[each] for each in ("8 bits", "4 bits", "not quantized", "different")) >= 20, seen
+        found = by_us(quantization, module, own)
+        if found == "experts differ":  # vLLM looks expert 0 up, for all
+            assert any(".experts.1." in entry for entry in (*ignore, *itertools.chain(*targets))), (ignore, targets)
+        else:
+            assert found == expected, (ignore, targets)
+        seen[found] += 1
+    assert min(seen[each] for each in ("8 bits", "4 bits", "not quantized", "different", "experts differ")) >= 20, seen
 
 
 @pytest.mark.parametrize("field", ["ignore", "targets"])

@@ -174,12 +174,13 @@ def test_gptq_may_leave_modules_out_and_give_others_another_group(explain: Any) 
 
 def test_lists_of_modules_may_be_lists_of_lists(explain: Any) -> None:
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
-    experts = [[f"mlp.experts.0.{name}_proj"] for name in ("gate", "up", "down")]
+    matrices = [f"{expert}.{name}_proj" for expert in range(128) for name in ("gate", "up", "down")]
+    experts = [[f"mlp.experts.{matrix}"] for matrix in matrices]
     found = explain(quantized(quantization_config=gptq | {"modules_in_block_to_quantize": [["self_attn.q"], *experts]}))
     assert len(found.problems) == 48 and not found.unquantized
     found = explain(quantized(quantization_config=gptq | {"modules_in_block_to_quantize": [["self_attn.q"]]}))
     assert len(found.unquantized) == 48 and not found.problems
-    names = [f"model.layers.{index}.mlp.experts.0.{name}_proj" for index in (1, 3) for name in ("gate", "up", "down")]
+    names = [f"model.layers.{index}.mlp.experts.{matrix}" for index in (1, 3) for matrix in matrices]
     found = explain(quantized(quantization_config=gptq | {"modules_in_block_to_quantize": names}))
     assert [problem.layer for problem in found.problems] == ["model.layers.1.mlp.experts", "model.layers.3.mlp.experts"]
     awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}

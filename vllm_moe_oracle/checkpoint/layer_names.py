@@ -260,7 +260,15 @@ def _layer_names(config: CheckpointFiles, index: int, vllm: str | None, experts:
         projections[kind in NUMBERED_PROJECTION_MODELS],
         projection_names(kind, vllm),
         _file_modules(config, index, modules, block, experts),
+        _num_experts(config, experts),
     )
+
+
+def _num_experts(config: CheckpointFiles, experts: str) -> int:
+    """The number of experts of a layer; 0 where the config does not say, or checkpoints number them otherwise."""
+    value = next((config.model_config[name] for name in NUM_EXPERTS_FIELDS if config.model_config.get(name)), 0)
+    known = experts == "experts" and isinstance(value, int) and not isinstance(value, bool)
+    return value if known and 0 < value <= MAX_EXPERTS else 0
 
 
 _FILE_ROOTS = ("thinker.model.layers", "language.model.layers", "layers")

@@ -293,6 +293,12 @@ def _longest_part(pattern: BoundedPattern) -> str:
     return max("".join(tokens).split("\n"), key=len)
 
 
+def literal_text(pattern: str) -> str | None:
+    """The text that an expression is, without escapes; None for one that matches several texts."""
+    found = _LITERAL.fullmatch(pattern)
+    return None if found is None else found[1].replace("\\", "")
+
+
 def _literal_prefix(pattern: str) -> str:
     """What every name starts with that the expression matches at the start."""
     if _PLAIN_GROUP.search(pattern) or "|" in re.sub(r"\((?:\?:)?[\w|]*\)", "", pattern):

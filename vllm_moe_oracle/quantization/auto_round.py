@@ -11,6 +11,7 @@ from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_integer, read_string, short_repr, shortened
 from .gptq import refused_linear_scheme
+from .single_experts import ExpertEntries
 from .types import (
     LINEAR_LAYER,
     ExpertFormat,
@@ -143,6 +144,13 @@ class _ModuleFormats:
         patterns = _entry_patterns(entries, budget)
         self._patterns = [(pattern, name) for name, pattern in patterns if pattern is not None]
         self._searched = SearchList((pattern for pattern, _ in self._patterns), budget)
+        expressions = {name for _, name in self._patterns}
+        self._singles = ExpertEntries(
+            {name: found for name, found in self._formats.items() if name not in expressions},
+            {name: self._formats[name] for name in expressions},
+            budget,
+            searched=True,
+        )
         self._expert_entries: dict[str, list[str]] = {}
         for name in entries:
             parent, separator, _ = name.rpartition(".experts.")
@@ -207,8 +215,10 @@ class _ModuleFormats:
         if by_name:
             return by_name
         by_convention = []
+        experts = (0, *self._singles.representatives(layer))
         for convention in layer.conventions():
-            entries = {self._entry_of(names) for names in zip(*layer.matrix_names(convention), strict=True)}
+            matrices = (zip(*layer.matrix_names(convention, expert), strict=True) for expert in experts)
+            entries = {self._entry_of(names) for each in matrices for names in each}
             entries -= {module_entry, None}
             named = sorted((entry for entry in entries if entry is not None), key=self._positions.__getitem__)
             by_convention.append({name: self._formats[name] for name in named if self._formats[name] != module_format})

@@ -9,7 +9,8 @@ from ..core.patterns import MatchBudget, NameParts
 from ..core.problem import Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_integer, read_names, read_string, short_repr
-from .types import FormatLookup, QuantConfigFormat
+from .single_experts import ExpertEntries, same_for_all
+from .types import UNLISTED, ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, Unlisted, shared_format
 
 _UNSUPPORTED_PACKINGS = ("gemv", "gemv_fast", "llm-awq", "marlin")
 """AutoAWQ's and GPTQModel's words for packings that nothing in vLLM reads."""
@@ -19,10 +20,29 @@ SUPPORTED_BITS = 4
 
 
 def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
-    """An entry of ``modules_to_not_convert`` excludes every module whose name holds it."""
-    scheme = awq_scheme(config, where)
-    excluded = NameParts(read_names(config, ("modules_to_not_convert",), where), MatchBudget(where))
-    return lambda layer: None if layer.matches(excluded.any_within) else scheme
+    """An entry of ``modules_to_not_convert`` excludes every module whose name holds it.
+
+    vLLM looks up the experts' module. Entries for matrices must say the same of all that a layer has; ``gate``, which
+    is a part of ``gate_proj``, too, means the router.
+    """
+    scheme, budget = awq_scheme(config, where), MatchBudget(where)
+    names = read_names(config, ("modules_to_not_convert",), where)
+    excluded = NameParts(names, budget)
+    matrices = NameParts([name for name in names if "experts." in name], budget)
+    singles = ExpertEntries(dict.fromkeys(names), {}, budget)
+
+    def matrix_format(name: str) -> ExpertFormat | Unlisted:
+        return None if matrices.any_within(name) else UNLISTED
+
+    def lookup(layer: LayerNames) -> ExpertFormat:
+        def expert_format(expert: int) -> ExpertFormat:
+            if layer.matches(excluded.any_within, expert):
+                return None
+            return shared_format(layer, matrix_format, scheme, where, expert)
+
+        return same_for_all(layer, expert_format, singles, where)
+
+    return lookup
 
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from ..core.patterns import MatchBudget, PatternList
 from ..core.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_config_groups, read_integer, read_names, read_string, short_repr, shortened
+from .single_experts import ExpertEntries, same_for_all
 from .types import (
     UNLISTED,
     ExpertFormat,
@@ -34,7 +35,8 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     includes experts. A target in two groups belongs to the later one.
     """
     budget = MatchBudget(where)
-    ignored = _first_match(read_names(config, ("ignore",), where), budget)
+    left = read_names(config, ("ignore",), where)
+    ignored = _first_match(left, budget)
     formats: dict[str, ExpertFormat] = {}
     for group in read_config_groups(config, where):
         found = group_format(group, config.get("format"), where)
@@ -46,10 +48,18 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     transforms = online_transforms(config, where, budget)
     default = formats.get(_target_of_class(formats, target_of))
 
-    def stored(layer: LayerNames) -> ExpertFormat:
+    meanings: dict[str, ExpertFormat] = dict.fromkeys(left)  # which go before
+    meanings |= {target: found for target, found in formats.items() if target not in meanings}
+    singles = ExpertEntries(
+        {entry: found for entry, found in meanings.items() if not entry.startswith("re:")},
+        {entry[3:]: found for entry, found in meanings.items() if entry.startswith("re:")},
+        budget,
+    )
+
+    def stored(layer: LayerNames, expert: int) -> ExpertFormat:
         @cache
         def projection_format(projection: str) -> ExpertFormat | Unlisted:
-            names = [f"{module}.0.{projection}" for module in layer.modules]
+            names = [f"{module}.{expert}.{projection}" for module in layer.modules]
             if ignored(names) is not None:
                 return None
             target = target_of(names)
@@ -58,21 +68,21 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
         def matrix_format(name: str) -> ExpertFormat | Unlisted:
             parent, _, projection = name.rpartition(".")
             # vLLM never looks up a matrix of all experts together.
-            return projection_format(projection) if parent.endswith(".0") else UNLISTED
+            return projection_format(projection) if parent.endswith(f".{expert}") else UNLISTED
 
         for names in layer.requested_projections[:-1]:
             try:
-                found = shared_format(layer.with_projections(names), matrix_format, default, where)
+                found = shared_format(layer.with_projections(names), matrix_format, default, where, expert)
             except CheckpointError:
                 continue  # integers are alike in all matrices of a layer
             if isinstance(found, Scheme) and found.name == "wna16":
                 return found
         if layer.requested_projections:
             layer = layer.with_projections(layer.requested_projections[-1])
-        return shared_format(layer, matrix_format, default, where)
+        return shared_format(layer, matrix_format, default, where, expert)
 
     def lookup(layer: LayerNames) -> ExpertFormat:
-        found = stored(layer)
+        found = same_for_all(layer, partial(stored, layer), singles, where)
         if isinstance(found, Scheme) and transforms:
             projections = [name for names in layer.requested_projections or layer.conventions() for name in names]
             # vLLM maps no names in transforms.

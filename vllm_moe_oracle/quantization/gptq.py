@@ -12,6 +12,7 @@ from ..core.patterns import MatchBudget, NameParts, PatternList
 from ..core.problem import ActOrder, Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_integer, read_names, read_string, short_repr
+from .single_experts import ExpertEntries, same_for_all
 from .types import (
     LINEAR_LAYER,
     UNLISTED,
@@ -34,6 +35,10 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     quantized = read_names(config, ("modules_in_block_to_quantize",), where)
     parts = NameParts(quantized, budget)
     scheme, usual = gptq_scheme(config, where), dict(config)
+    said: dict[str, str] = {}
+    for expression, override in rules:
+        said.setdefault(expression, repr(override))
+    singles = ExpertEntries(dict.fromkeys(quantized), said, budget)
 
     def lookup(layer: LayerNames) -> ExpertFormat:
         # A rule that matches the experts' module applies to every matrix: only earlier rules can differ.
@@ -48,8 +53,11 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
             override = rules[found][1]
             return None if override is None else gptq_scheme(ChainMap(dict(override), usual), where)
 
-        listed = not quantized or layer.matches(parts.any_within)
-        return shared_format(own, cache(matrix_format), scheme if listed else None, where)
+        def expert_format(expert: int) -> ExpertFormat:
+            listed = not quantized or layer.matches(parts.any_within, expert)
+            return shared_format(own, cache(matrix_format), scheme if listed else None, where, expert)
+
+        return same_for_all(layer, expert_format, singles, where)
 
     return lookup
 

@@ -50,6 +50,7 @@ class LayerNames:
             for integers, then those for other formats; empty when they are `checkpoint_projections`.
         file_modules: further names of the module in the checkpoint's files, which no quantization config uses, each
             with the number that the files give to the layer's first expert.
+        num_experts: the number of experts; 0 where it is not known.
     """
 
     modules: tuple[str, ...]
@@ -57,6 +58,7 @@ class LayerNames:
     checkpoint_projections: tuple[str, ...] = ()
     requested_projections: tuple[tuple[str, ...], ...] = ()
     file_modules: tuple[tuple[str, int], ...] = ()
+    num_experts: int = 0
 
     def modules_in_files(self) -> tuple[tuple[str, int], ...]:
         """Names that the module may have in the checkpoint's files, and the number of its first expert there."""
@@ -70,17 +72,18 @@ class LayerNames:
         """The same layer, with matrices of these names only."""
         return replace(self, projections=(convention,), checkpoint_projections=convention, requested_projections=())
 
-    def matrix_names(self, convention: tuple[str, ...] = ()) -> Iterable[tuple[str, ...]]:
-        """The full names of expert 0's matrices, for each name of the module.
+    def matrix_names(self, convention: tuple[str, ...] = (), expert: int = 0) -> Iterable[tuple[str, ...]]:
+        """The full names of an expert's matrices, for each name of the module.
 
         Args:
             convention: names of the matrices; empty for every convention, fused matrices included.
+            expert: the expert's number.
         """
         for module in self.modules:
             if not convention:
                 yield (f"{module}.gate_up_proj", f"{module}.down_proj")
             for names in (convention,) if convention else self.projections:
-                yield tuple(f"{module}.0.{name}" for name in names)
+                yield tuple(f"{module}.{expert}.{name}" for name in names)
 
     def for_pattern(self, entry: str) -> LayerNames:
         """The names that an expression or wildcard is compared with: not those that begin otherwise than vLLM's, unless
@@ -93,11 +96,11 @@ class LayerNames:
         same = [root == roots[0] or entry.startswith(root) for root in roots]
         return replace(self, modules=tuple(itertools.compress(self.modules, same)))
 
-    def matches(self, predicate: Callable[[str], bool]) -> bool:
-        """Whether a predicate over names holds for the module, or for every matrix of an expert."""
+    def matches(self, predicate: Callable[[str], bool], expert: int = 0) -> bool:
+        """Whether a predicate over names holds for the module, or for every matrix of an expert, given by number."""
         if any(map(predicate, self.modules)):
             return True
-        return any(all(map(predicate, names)) for names in self.matrix_names())
+        return any(all(map(predicate, names)) for names in self.matrix_names(expert=expert))
 
 
 ExpertFormat = Scheme | UnsupportedFormat | None
@@ -154,20 +157,26 @@ UNLISTED = Unlisted()
 
 
 def shared_format(
-    layer: LayerNames, lookup: Callable[[str], ExpertFormat | Unlisted], default: ExpertFormat, where: str
+    layer: LayerNames,
+    lookup: Callable[[str], ExpertFormat | Unlisted],
+    default: ExpertFormat,
+    where: str,
+    expert: int = 0,
 ) -> ExpertFormat:
-    """The format of all matrices of a layer's experts.
+    """The format of all matrices of an expert.
 
     Args:
         layer: the layer's names.
         lookup: the format that the config's entries give a matrix, by the matrix's full name.
         default: the format of matrices that no entry names.
         where: file and field, for messages.
+        expert: the expert's number.
 
     Raises:
-        CheckpointError: entries give matrices of the layer different formats.
+        CheckpointError: entries give matrices of the expert different formats.
     """
-    for alternatives in zip(*map(layer.matrix_names, layer.conventions()), strict=True):
+    named = (layer.matrix_names(convention, expert) for convention in layer.conventions())
+    for alternatives in zip(*named, strict=True):
         conflicts = []
         for names in alternatives:
             listed = [lookup(name) for name in names]
@@ -181,7 +190,7 @@ def shared_format(
             words = "; ".join(f"{name.rpartition('.')[2]}: {describe_format(each)}" for name, each in conflicts[0])
             rule = f"the matrices of one layer's experts are stored differently ({words})"
             raise CheckpointError(rule, "vLLM's kernels take one format for a layer", f"{where}, {layer.modules[0]}")
-    for names in layer.matrix_names():
+    for names in layer.matrix_names(expert=expert):
         listed = [lookup(name) for name in names]
         if not isinstance(listed[0], Unlisted) and all(each == listed[0] for each in listed):
             return listed[0]
