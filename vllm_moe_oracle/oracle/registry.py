@@ -91,9 +91,9 @@ class Registry:
                 continue
             origin = sanitize(f"entry point {point.name!r} = {point.value}")
             try:
-                with _announced(point, origin):
-                    found = point.load()
-                self.add(found, origin, _packages(point))
+                packages = _packages(point)
+                with _announced(point, origin):  # its class is instantiated, and its attributes are read, by `add`
+                    self.add(point.load(), origin, packages)
             # A third party's import can raise anything. It is recorded, shown, and raised when the backend is chosen.
             except BaseException as error:
                 if is_interruption(error):

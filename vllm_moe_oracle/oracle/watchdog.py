@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import io
 import logging
+import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..errors import printable
 
@@ -38,6 +41,96 @@ class _OnStandardError(io.TextIOBase):
         return len(text)
 
 
+class _StandardOutput:
+    """Descriptor 1 of the process. While third parties' code runs in any thread, it leads to standard error.
+
+    Libraries and other programs write to it below Python. What they write is not made printable: that would take a pipe
+    and a thread that reads it. Lines that other threads print meanwhile go to standard error, too.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._kept: tuple[int, tuple[int, int]] | None = None
+
+    @contextlib.contextmanager
+    def on_standard_error(self) -> Iterator[None]:
+        """Leads it to standard error, or nowhere if that is closed; it stays closed if it was."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._redirect()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._put_back()
+
+    def _redirect(self) -> None:
+        _flush_standard_output()
+        with contextlib.suppress(OSError):  # it is closed, or no descriptor is left
+            kept = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3)  # not in the place of a closed standard error
+            self._kept = kept, _file_of(kept)
+            try:
+                os.dup2(2, 1)
+            except OSError:
+                _lead_nowhere(os.O_WRONLY)
+
+    def _put_back(self) -> None:
+        _flush_standard_output()
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        descriptor, file = kept
+        with contextlib.suppress(OSError):
+            if _file_of(descriptor) == file:
+                os.dup2(descriptor, 1)
+                os.close(descriptor)
+                return
+        # The code has closed every descriptor. An answer must not go to standard error as if all were well: writing to
+        # this fails.
+        with contextlib.suppress(OSError):
+            _lead_nowhere(os.O_RDONLY)
+
+
+_standard_output = _StandardOutput()
+
+
+def _file_of(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def _lead_nowhere(mode: int) -> None:
+    """Opens descriptor 1 on what takes everything, or with a mode for reading nothing."""
+    nowhere = os.open(os.devnull, mode)
+    if nowhere != 1:
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+
+
+def _flush_standard_output() -> None:
+    """Writes what Python and the C library hold back, which would follow the redirection otherwise."""
+    for stream in (sys.stdout, sys.__stdout__):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is closed
+            stream.flush()  # type: ignore[union-attr]
+    _c_flush()()
+
+
+@functools.cache
+def _c_flush() -> Callable[[], object]:
+    """What flushes the C library's standard output."""
+    try:
+        import ctypes  # 2 ms, only where there is a third party
+
+        library = ctypes.CDLL(None)
+        return functools.partial(library.fflush, ctypes.c_void_p.in_dll(library, "stdout"))
+    except (ImportError, AttributeError, OSError, ValueError, TypeError):  # another system
+        return lambda: None
+
+
 @contextlib.contextmanager
 def report_while_running(what: str, remedy: str) -> Iterator[None]:
     """Warns while the code inside runs for long.
@@ -65,10 +158,15 @@ def report_while_running(what: str, remedy: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def third_party_code(what: str, remedy: str) -> Iterator[None]:
-    """As `report_while_running`. What the code prints goes to standard error, and the recursion limit is put back."""
+    """As `report_while_running`. What the code prints goes to standard error, below Python and by other programs, too.
+    The recursion limit is put back."""
     limit = sys.getrecursionlimit()
     try:
-        with report_while_running(what, remedy), contextlib.redirect_stdout(_OnStandardError()):
+        with (
+            report_while_running(what, remedy),
+            _standard_output.on_standard_error(),
+            contextlib.redirect_stdout(_OnStandardError()),
+        ):
             yield
     finally:
         sys.setrecursionlimit(limit)
