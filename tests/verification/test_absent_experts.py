@@ -197,6 +197,21 @@ def test_last_tokens_have_an_expert_on_this_rank() -> None:
     assert not hidden & {*inputs._EMPTY_SLOTS, *inputs._REMOTE_SLOTS}
 
 
+@pytest.mark.parametrize("value", [-2, 8])
+def test_a_kernel_that_changes_the_expert_map_is_named(value: int) -> None:
+    """It computes with what the map was, and the other layers' kernels with what it is."""
+
+    def marks(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, places: Any) -> None:
+        forward(tensors, layer, out, x, weights, ids, places.clamp(min=-1).masked_fill(places == 8, -1))
+        places.masked_fill_((places < 0) | (places == 8), value)
+
+    layer = layer_of(4, 2)
+    found = check(Faulty("marks", compute=marks), layer, loaded(layer))
+    assert not found.passed and "the kernel has changed its expert map" in found.fault
+    found = converted(Faulty("marks", compute=marks), layer).compare()
+    assert not found.passed and "the kernel has changed its expert map" in found.fault
+
+
 # --- Right kernels ----------------------------------------------------------------------------------------------------
 
 

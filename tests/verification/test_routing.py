@@ -193,6 +193,16 @@ def test_a_fault_is_caught(fault: Routes, name: str) -> None:
     assert not result.skip_reason and not result.passed, result
 
 
+@pytest.mark.parametrize("name", BIASED)
+def test_a_kernel_that_changes_the_correction_bias_is_named(name: str) -> None:
+    def adds(weights: Tensor, ids: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        given["bias"].add_(1.0)  # to all alike: the routing stays as it is
+        return weights, ids
+
+    result = check(Routes("adds", after=adds), LAYERS[name])
+    assert not result.passed and "the kernel has changed its correction bias" in result.fault
+
+
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("held", [None, 3, 1])
 def test_a_faultless_kernel_passes_with_any_number_of_experts_on_the_rank(name: str, held: int | None) -> None:

@@ -241,7 +241,8 @@ class InstalledLayer:
             )
             return output[:, self._rows]
 
-        return Calls(run, self._reference, self._given)
+        whole = {} if self._expert_map is None else {"expert map": self._expert_map}
+        return Calls(run, self._reference, self._given, whole)
 
     def compare(self) -> Comparison:
         """Compares the layer with the reference, in calls that route tokens to all experts of the parts."""

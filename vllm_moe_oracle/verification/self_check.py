@@ -132,8 +132,12 @@ def compare_with_reference(
     most = max(len(rows) for rows, _ in planned)
     built, layer, tensors = _build_small_layer(backend, small, plan, experts, moe, adapter, most)
     given = {"tokens": x, "routing weights": weights, "expert ids": ids.to(adapter.ids_dtype(moe))}
+    whole = {} if expert_map is None else {"expert map": expert_map}
+    scale = 1.0
     if router_inputs is not None:
-        given = {"tokens": x, "router logits": router_inputs[0].to(x.device).repeat(groups, 1)}
+        logits, bias, scale = router_inputs
+        given = {"tokens": x, "router logits": logits.to(x.device).repeat(groups, 1)}
+        whole = {} if bias is None else {"correction bias": bias.to(x.device)}
 
     def run(x: Tensor, weights: Tensor, ids: Tensor, poisoned: bool) -> Tensor:
         on_input = small.routing.apply_router_weight_on_input
@@ -142,15 +146,11 @@ def compare_with_reference(
         )
 
     def run_monolithic(x: Tensor, logits: Tensor, poisoned: bool) -> Tensor:
-        assert router_inputs is not None
-        return adapter.run_single_rank_monolithic(built, tensors, x, small, logits, *router_inputs[1:])
+        bias = whole.get("correction bias")
+        return adapter.run_single_rank_monolithic(built, tensors, x, small, logits, bias, scale)
 
-    calls = Calls(run if router_inputs is None else run_monolithic, reference, given)
-    # In one copy: the host waits for each.
-    together = torch.cat([rows for rows, _ in planned]).to(x.device)
-    places = torch.split(together, [len(rows) for rows, _ in planned])
-    for rows, (_, poisoned) in zip(places, planned, strict=True):
-        calls.make(rows, poisoned)
+    calls = Calls(run_monolithic if backend.monolithic else run, reference, given, whole)
+    calls.make_all(planned)
     return calls.result(start)
 
 
@@ -163,18 +163,22 @@ def is_reference(backend: Backend) -> bool:
 class Calls:
     """Calls of a kernel, each compared with the reference."""
 
-    def __init__(self, run: Callable[..., Tensor], reference: bounds.Reference, given: Tensors) -> None:
+    def __init__(
+        self, run: Callable[..., Tensor], reference: bounds.Reference, given: Tensors, whole: Tensors | None = None
+    ) -> None:
         """
         Args:
             run: runs the kernel on some rows of the values of `given`, in their order, and with ``poisoned=True`` on
                 memory that holds NaN (`Adapter.run_single_rank`); returns `[M, hidden]`.
             reference: the reference output for all rows.
             given: what the kernel gets, `[tokens, ...]` each, by its name in messages: the tokens come first.
+            whole: what `run` gives it in every call as it is, by its name in messages; None for nothing.
         """
         self._run, self._reference, self._given = run, reference, given
+        self._whole = {name: (each, each.clone()) for name, each in (whole or {}).items()}
         self._rows: list[Tensor] = []
         self._outputs: list[Tensor] = []
-        self._after: dict[str, list[Tensor]] = {name: [] for name in given}
+        self._after: dict[str, list[Tensor]] = {name: [] for name in (*given, *self._whole)}
         self._settings: list[list[str]] = []
         self._memory: dict[tuple[str, int], Tensor] = {}
 
@@ -195,8 +199,17 @@ class Calls:
             self._outputs.append(self._run(*given, poisoned=poisoned).clone())
         # The first calls may import and compile.
         self._settings.append([] if poisoned else changed)
-        for each, after in zip(given, self._after.values(), strict=True):
+        whole = [each for each, _ in self._whole.values()]
+        for each, after in zip((*given, *whole), self._after.values(), strict=True):
             after.append(each.clone())
+
+    def make_all(self, planned: Sequence[tuple[Tensor, bool]]) -> None:
+        """Calls in turn: the rows of each on the CPU, and whether its memory holds NaN."""
+        # In one copy: the host waits for each.
+        together = torch.cat([rows for rows, _ in planned]).to(self._reference.expected.device)
+        places = torch.split(together, [len(rows) for rows, _ in planned])
+        for rows, (_, poisoned) in zip(places, planned, strict=True):
+            self.make(rows, poisoned)
 
     def _in_place(self, name: str, rows: Tensor) -> Tensor:
         """Rows of a tensor that the kernel gets, in the memory of an earlier call of as many."""
@@ -228,7 +241,11 @@ class Calls:
                 (torch.cat(self._after[name][some]) != before[rows]).any(-1) for name, before in self._given.items()
             ]
             found.append(bounds.largest_of_calls(torch.stack(changed, -1).to(torch.float32), self._rows[some]))
-        return torch.cat(found)
+        whole = [
+            (torch.stack(self._after[name]) != before).any(-1, keepdim=True)
+            for name, (_, before) in self._whole.items()
+        ]
+        return torch.cat((torch.cat(found), *whole), -1)
 
     def _fault(self, index: int, excess: float, *changed: float) -> str:
         """What is wrong with a call, in words; "" when nothing is. `excess` and `changed` are a row of the figures in
@@ -237,7 +254,7 @@ class Calls:
         # NaN is wrong, too.
         if not excess <= 1:
             words.append(bounds.describe_excess(self._outputs[index], self._reference, rows))
-        names = [name for name, each in zip(self._given, changed, strict=True) if each]
+        names = [name for name, each in zip(self._after, changed, strict=True) if each]
         if names:
             words.append(f"the kernel has changed its {' and '.join(names)}")
         if self._settings[index]:
