@@ -183,6 +183,18 @@ def test_what_vllm_will_not_guess_is_noted(packing: str, field: str, value: Any)
             served(packing, config, name)
 
 
+@pytest.mark.parametrize("override", [None, 3, 0, "8", "", True, [], [{"bits": 8}]], ids=repr)
+def test_an_exception_that_is_no_object_is_refused(override: object) -> None:
+    for prefix in ("", "+:"):
+        config = config_of("gptq", {"dynamic": {f"{prefix}.*experts.*": override}})
+        with pytest.raises(
+            CheckpointError, match=r"^x: dynamic: '.*experts\.\*' is .*, not an object\. Write the fields"
+        ):
+            parse_config(config, "x")
+    parse_config(config_of("gptq", {"dynamic": {"-:.*experts.*": override}}), "x")  # excludes, whatever it says
+    assert parse_config(config_of("gptq", {"dynamic": {".*experts.*": False}}), "x")(LAYER) is None
+
+
 ATTENTION = "+:.*self_attn.*"
 
 

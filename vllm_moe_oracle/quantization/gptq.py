@@ -63,8 +63,13 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
 
 
 def _dynamic_rules(config: Mapping[str, Any], where: str) -> list[tuple[str, Mapping[str, Any] | None]]:
-    """The entries of ``dynamic``: expression and override, None where it excludes modules."""
-    dynamic = config.get("dynamic") or {}
+    """The entries of ``dynamic``: expression and override, None where it excludes modules.
+
+    Raises:
+        CheckpointError: it is not an object, or an override is not.
+    """
+    dynamic = config.get("dynamic")
+    dynamic = {} if dynamic is None or dynamic is False else dynamic
     if not isinstance(dynamic, Mapping):
         raise CheckpointError(f"dynamic is {short_repr(dynamic)}, not an object", where=where)
     rules: list[tuple[str, Mapping[str, Any] | None]] = []
@@ -74,6 +79,9 @@ def _dynamic_rules(config: Mapping[str, Any], where: str) -> list[tuple[str, Map
             rules.append((expression, None))
         elif isinstance(override, Mapping):
             rules.append((expression, override))
+        else:
+            rule = f"dynamic: {short_repr(pattern)} is {short_repr(override)}, not an object"
+            raise CheckpointError(rule, "Write the fields that differ, or -: before the expression to exclude", where)
     return rules
 
 
