@@ -197,6 +197,33 @@ def test_last_tokens_have_an_expert_on_this_rank() -> None:
     assert not hidden & {*inputs._EMPTY_SLOTS, *inputs._REMOTE_SLOTS}
 
 
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+def test_a_rank_with_few_experts_is_checked_with_the_layers_top_k(ranks: int) -> None:
+    """A kernel may have a variant for each number of slots, and where data is parallel no other check runs it."""
+
+    def wrong(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
+        forward(tensors, layer, out, x, weights, ids, *more)
+        out.mul_(1.5 if ids.shape[1] == 8 else 1.0)
+
+    for parallel in (Parallel(ep=ranks), Parallel(ep=ranks, dp=ranks)):
+        layer = dataclasses.replace(layer_of(8, ranks), parallel=parallel)
+        assert check(Faulty("right"), layer, loaded(layer)).passed
+        assert not check(Faulty("wrong", compute=wrong), layer, loaded(layer)).passed
+
+
+@pytest.mark.parametrize(
+    ("local", "top_k", "count", "experts"),
+    [
+        (128, 8, 0, [0, 16, 32, 48, 64, 79, 95, 111, 127]), (16, 1, 0, [0, 5, 10, 15]), (3, 2, 0, [0, 1, 2]),
+        (8, 8, 0, [*range(8)]), (1, 1, 0, [0]), (2, 8, 0, [0, 1, 0, 1, 0, 1, 0, 1, 0]), (1, 2, 0, [0, 0, 0]),
+        (3, 2, 5, [0, 1, 2, 0, 1]), (128, 8, 3, [0, 64, 127]), (1, 8, 2, [0, 0]),
+    ],
+)  # fmt: skip
+def test_which_experts_are_checked(local: int, top_k: int, count: int, experts: list[int]) -> None:
+    layer = problem(**SIZES | {"experts": 128}, top_k=top_k, scheme=MXFP8, activation=SILU)
+    assert inputs.sample_experts(dataclasses.replace(layer, local_experts=local), count) == experts
+
+
 @pytest.mark.parametrize("value", [-2, 8])
 def test_a_kernel_that_changes_the_expert_map_is_named(value: int) -> None:
     """It computes with what the map was, and the other layers' kernels with what it is."""

@@ -43,7 +43,8 @@ _REMOTE_SLOTS = {7: "last", 13: "first", 5: "all but last", 11: "all but first",
 """Likewise those with experts of other ranks. Of eight ranks one has about one of a token's eight experts."""
 
 NUM_EXPERTS = 4
-"""Number of experts in a check, or one more than top-k where that is larger: some calls leave an expert idle."""
+"""Number of experts in a check, or one more than top-k where that is larger: some calls leave an expert idle. Those of
+a rank that has fewer than top-k stand in for others."""
 
 WEIGHT_SUMS = (1.0, 0.5, 2.5)
 """Sums of a token's routing weights, in turn. Models without normalization have less than 1, and DeepSeek-V3 scales its
@@ -100,13 +101,16 @@ def sample_experts(problem: Problem, count: int = 0) -> list[int]:
     Args:
         problem: the layer.
         count: number of experts to return; experts repeat where the rank has fewer. 0 for one more than a token is
-            routed to, and `NUM_EXPERTS` at least.
+            routed to, and `NUM_EXPERTS` at least; then experts repeat only where the rank has fewer than a token is
+            routed to, for which another kernel may run than for fewer slots.
     """
-    distinct = min(problem.local_experts, count or max(NUM_EXPERTS, problem.top_k + 1))
-    if distinct == 1:
-        return [0] * max(count, 1)
-    found = sorted({round(index * (problem.local_experts - 1) / (distinct - 1)) for index in range(distinct)})
-    return [found[index % len(found)] for index in range(max(count, len(found)))]
+    wanted = count or max(NUM_EXPERTS, problem.top_k + 1)
+    distinct = min(problem.local_experts, wanted)
+    steps = max(distinct - 1, 1)
+    found = sorted({round(index * (problem.local_experts - 1) / steps) for index in range(distinct)})
+    if not count:
+        wanted = len(found) if len(found) >= problem.top_k else problem.top_k + 1
+    return [found[index % len(found)] for index in range(wanted)]
 
 
 def canonical_experts(problem: Problem, raw: Tensors, experts: list[int]) -> dict[str, Tensor]:
@@ -115,13 +119,14 @@ def canonical_experts(problem: Problem, raw: Tensors, experts: list[int]) -> dic
     Args:
         problem: the layer.
         raw: the loaded weights as the scheme's `read` returns them, `[local_experts, ...]` each.
-        experts: local expert numbers.
+        experts: local expert numbers, which may repeat.
     """
     scheme = schemes.module(problem.scheme.name)
-    converted = [
-        scheme.canonical_expert({name: each[index] for name, each in raw.items()}, problem) for index in experts
-    ]
-    return {name: stack_bytes([one[name] for one in converted]) for name in converted[0]}
+    converted = {
+        index: scheme.canonical_expert({name: each[index] for name, each in raw.items()}, problem)
+        for index in dict.fromkeys(experts)
+    }
+    return {name: stack_bytes([converted[index][name] for index in experts]) for name in converted[experts[0]]}
 
 
 def make_discriminating(experts: dict[str, Tensor], problem: Problem) -> None:
