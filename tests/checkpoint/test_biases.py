@@ -14,7 +14,13 @@ from safetensors.torch import save_file
 from tests.lib.configs import GPTQ, quantized
 from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
-from vllm_moe_oracle.checkpoint.tensor_headers import has_nonzero_expert_biases, is_expert_bias
+from vllm_moe_oracle.checkpoint.tensor_headers import (
+    INDEX_NAME,
+    expert_tensor_kinds,
+    has_nonzero_expert_biases,
+    is_expert_bias,
+    tensor_files,
+)
 from vllm_moe_oracle.errors import CheckpointError
 
 NAME = "model.layers.0.mlp.experts.7.down_proj.bias"
@@ -69,6 +75,53 @@ def test_every_file_and_every_tensor_is_looked_at(tmp_path: Path) -> None:
     assert not has_nonzero_expert_biases(tmp_path)
     save_file({NAME: ZEROS, other: one(at=9, value=0.5)}, tmp_path / "model-00002.safetensors")
     assert has_nonzero_expert_biases(tmp_path)
+
+
+@pytest.fixture
+def indexed(tmp_path: Path) -> Path:
+    """A folder whose index names one of two files; the other has a bias, and experts in 16 bits."""
+    save_file({MATRIX: torch.ones(4, dtype=torch.int32), NAME: ZEROS}, tmp_path / "a.safetensors")
+    save_file({NAME: one(at=3, value=1.0), MODULE + ".1.up_proj.weight": ZEROS}, tmp_path / "old.safetensors")
+    weight_map = {MATRIX: "a.safetensors", NAME: "a.safetensors", "there.weight": "not-yet.safetensors"}
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": 16}, "weight_map": weight_map}))
+    return tmp_path
+
+
+MODULE = "model.layers.0.mlp.experts"
+MATRIX = f"{MODULE}.0.up_proj.qweight"
+
+
+@pytest.mark.parametrize("other", ["there", "truncated"])
+def test_files_beside_those_of_the_index_do_not_count(other: str, indexed: Path) -> None:
+    """vLLM loads the files of the index alone."""
+    if other == "truncated":
+        (indexed / "old.safetensors").write_bytes(b"\0" * 5)
+    (indexed / "config.json").write_text(json.dumps(quantized(quantization_config=GPTQ, num_hidden_layers=2)))
+    assert not has_nonzero_expert_biases(indexed)
+    assert expert_tensor_kinds(indexed, [MODULE]) == {MODULE: {("qweight", "I32")}}
+    found = find_moe_layers(read_checkpoint(indexed))
+    assert not any(problem.has_bias for problem in found.problems)
+    assert not any("not known" in note for note in found.notes)
+    assert [path.name for path in tensor_files(indexed)] == ["a.safetensors"]
+
+
+def test_without_the_files_of_the_index_or_without_an_index_all_count(indexed: Path) -> None:
+    (indexed / "a.safetensors").unlink()  # such as a state that vLLM saved beside the index
+    assert [path.name for path in tensor_files(indexed)] == ["old.safetensors"] and has_nonzero_expert_biases(indexed)
+    (indexed / INDEX_NAME).unlink()
+    assert [path.name for path in tensor_files(indexed)] == ["old.safetensors"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"weight_map": 3}', b'{"weight_map": {"a": 1}}', b"\xff\xfe"])
+def test_an_index_that_cannot_be_read_is_an_error(content: bytes, indexed: Path) -> None:
+    (indexed / INDEX_NAME).write_bytes(content)
+    with pytest.raises(CheckpointError, match="has no weight_map from names to files") as caught:
+        has_nonzero_expert_biases(indexed)
+    assert caught.value.where == str(indexed / INDEX_NAME)
+    (indexed / INDEX_NAME).unlink()
+    (indexed / INDEX_NAME).mkdir()
+    with pytest.raises(CheckpointError):
+        tensor_files(indexed)
 
 
 def header(*, length: int | None = None, **tensors: Any) -> bytes:

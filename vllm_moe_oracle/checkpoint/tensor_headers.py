@@ -18,13 +18,18 @@ import msgspec
 
 from ..errors import CheckpointError
 from ..quantization.fields import short_repr
-from ..untrusted import boundary, check_values, parse_json
+from ..untrusted import boundary, check_values, exists, parse_json, read_file
 
 MAX_HEADER_BYTES = 32 << 20
 """Largest header that is read. The format allows 100 MB; a header of 20,000 tensors has 3 MB."""
 
 MAX_BIAS_BYTES = 256 << 20
 """Most bytes of biases that a file is read for. Biases of 128 experts in 48 layers have 75 MB."""
+
+INDEX_NAME = "model.safetensors.index.json"
+"""The file that says in which file of a checkpoint a tensor is."""
+
+_MAX_INDEX_BYTES = 64 << 20
 
 _PIECE_BYTES = 1 << 20
 
@@ -40,13 +45,35 @@ def is_expert_bias(name: str) -> bool:
 
 
 def has_nonzero_expert_biases(folder: Path) -> bool:
-    """Whether the safetensors files in a folder hold a bias of routed experts that is not zero. Nothing else of them is
-    read, and the first such bias ends it.
+    """Whether the safetensors files of a checkpoint (`tensor_files`) hold a bias of routed experts that is not zero.
+    Nothing else of them is read, and the first such bias ends it.
 
     Raises:
         CheckpointError: a file cannot be read, or is not in the safetensors format.
     """
-    return any(_has_nonzero_bias(file) for file in sorted(folder.glob("*.safetensors")))
+    return any(map(_has_nonzero_bias, tensor_files(folder)))
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    """The safetensors files in a folder that vLLM loads, in order: those of the index where it has one.
+
+    Files that are not there yet are left out. Where none of them is, all others count: a state that vLLM saved lies
+    beside the index of the checkpoint that it was made from.
+
+    Raises:
+        CheckpointError: the index cannot be read, or has no ``weight_map``.
+    """
+    found, index = sorted(folder.glob("*.safetensors")), folder / INDEX_NAME
+    with boundary(CheckpointError, "cannot be read", where=str(index)):
+        indexed = exists(index)
+    if not indexed:
+        return found
+    data = read_file(index, _MAX_INDEX_BYTES, CheckpointError)
+    check_values(data, CheckpointError, str(index))
+    remedy = "Fetch the file again, or remove it where all files of the folder belong to the model"
+    with boundary(CheckpointError, "has no weight_map from names to files", remedy, str(index)):
+        names = {*_INDEX.decode(data).weight_map.values()}
+    return [path for path in found if path.name in names] or found
 
 
 TensorKinds = Collection[tuple[str, str]]
@@ -63,9 +90,18 @@ class _Tensor(msgspec.Struct, frozen=True):
 _TYPES = msgspec.json.Decoder(dict[str, _Tensor])
 
 
+class _Index(msgspec.Struct, frozen=True):
+    """What is read of a checkpoint's index: the file of each tensor."""
+
+    weight_map: dict[str, str]
+
+
+_INDEX = msgspec.json.Decoder(_Index)
+
+
 def expert_tensor_kinds(folder: Path, modules: Collection[str]) -> dict[str, set[tuple[str, str]]]:
-    """What the safetensors files in a folder hold of experts: the `TensorKinds` under each name that has any. Only the
-    files' headers are read, each once.
+    """What the safetensors files of a checkpoint (`tensor_files`) hold of experts: the `TensorKinds` under each name
+    that has any. Only the files' headers are read, each once.
 
     Args:
         folder: the checkpoint's, or that of a state which vLLM saved.
@@ -77,7 +113,7 @@ def expert_tensor_kinds(folder: Path, modules: Collection[str]) -> dict[str, set
     longest = max(map(len, modules), default=0)
     wanted = frozenset(modules)
     found: dict[str, set[tuple[str, str]]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in tensor_files(folder):
         with _opened(path) as file:
             data = _header_bytes(file)
             check_values(data, CheckpointError, str(path))
