@@ -84,6 +84,29 @@ def test_the_umask_is_read_without_setting_it(monkeypatch: pytest.MonkeyPatch) -
         os.umask(mask)
 
 
+def test_a_stream_and_a_seed_of_a_gpu_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's functions, which take no GPU here. vLLM has a function of its own in the place of the last."""
+    current, generator = (7, 1, 1), torch.Generator().manual_seed(3)
+
+    def set_stream(stream: tuple[int, int, int]) -> None:
+        nonlocal current
+        current = stream
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", (None, generator))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[1], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda device: current, raising=False)
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda *, stream_id, device_index, device_type: (stream_id, device_index, device_type)
+    )
+    monkeypatch.setattr(torch.cuda, "set_stream", set_stream)
+    with process_state.kept() as changed:
+        set_stream((9, 0, 1))
+        generator.manual_seed(4)
+    assert changed == ["seed of random numbers", "CUDA device and stream"]
+    assert current == (7, 1, 1) and generator.initial_seed() == 3
+
+
 @pytest.mark.parametrize("common", ["highest", "high"])
 def test_precisions_that_a_kernel_sets_by_either_interface_stay_readable(common: str) -> None:
     """torch raises where the common precision is read after one library's was set by the other interface."""

@@ -17,7 +17,7 @@ from vllm_moe_oracle.backends.emulation import Emulation, forward
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.errors import CheckpointError
-from vllm_moe_oracle.verification import whole_layer
+from vllm_moe_oracle.verification import process_state, whole_layer
 
 SMALL: dict[str, Any] = {"experts": 12, "top_k": 3, "hidden_size": 128, "intermediate_size": 64, "has_bias": True}
 LAYERS = {
@@ -229,3 +229,20 @@ def test_a_conversion_whose_shapes_depend_on_values_is_a_fault() -> None:
 
     found = run(OneExpert("one", shorter, 4), LAYERS["16 bit"])
     assert "the conversion of expert 4" in found.fault
+
+
+@pytest.mark.parametrize("method", ["convert", "validate_weights", "build_experts", "hand_overs"])
+def test_settings_that_a_method_leaves_reach_no_reference(method: str) -> None:
+    """Autocast would round the products of the reference, and of the backend that is checked next."""
+    original, calls = getattr(Faulty, method), []
+
+    def leaves(self: Any, *arguments: Any) -> Any:
+        found = original(self, *arguments)
+        torch.set_autocast_enabled("cpu", True)
+        calls.append(method)
+        return found
+
+    with process_state.kept() as changed:
+        backend = type("Leaves", (Faulty,), {method: leaves})("leaves")
+        found = run(backend, LAYERS["16 bit"])
+    assert calls and not changed and (method == "hand_overs" or not found.fault), found.fault

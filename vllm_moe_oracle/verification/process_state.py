@@ -73,12 +73,13 @@ def _set_autocast(state: tuple[bool, list[tuple[bool, torch.dtype]]]) -> None:
 
 
 def _deterministic() -> tuple[int, bool]:
-    return torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    return torch.get_deterministic_debug_mode(), torch._C._get_deterministic_fill_uninitialized_memory()
 
 
 def _set_deterministic(state: tuple[int, bool]) -> None:
-    mode, torch.utils.deterministic.fill_uninitialized_memory = state
+    mode, fills = state
     torch.set_deterministic_debug_mode(mode)
+    torch._C._set_deterministic_fill_uninitialized_memory(fills)
 
 
 _LIBRARY_SWITCHES = (
@@ -103,9 +104,14 @@ def _anomaly_mode() -> tuple[bool, bool]:
     return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
 
+def _uses_cuda() -> bool:
+    """Whether CUDA is initialized: questions about its state would initialize it."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch has no types here
+
+
 def _cuda_stream() -> tuple[int, int, int]:
     """The current stream by its number, its device, and torch's number for CUDA: the first ones without CUDA."""
-    if not torch.cuda.is_initialized():  # a question would initialize it
+    if not _uses_cuda():
         return 0, 0, 1
     found: tuple[int, int, int] = torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())
     return found
@@ -114,7 +120,8 @@ def _cuda_stream() -> tuple[int, int, int]:
 def _set_cuda_stream(stream: tuple[int, int, int]) -> None:
     """Makes the stream and its device current, by the function that vLLM replaces to know the stream itself."""
     number, device, kind = stream
-    torch.cuda.set_stream(torch.cuda.Stream(stream_id=number, device_index=device, device_type=kind))
+    given: Any = torch.cuda.Stream  # torch has no types here
+    torch.cuda.set_stream(given(stream_id=number, device_index=device, device_type=kind))
 
 
 def _working_directory() -> str:
@@ -190,7 +197,7 @@ the umask."""
 
 def _generators() -> list[torch.Generator]:
     """torch's random numbers on the host, and those of the current GPU."""
-    gpu = [torch.cuda.default_generators[torch._C._cuda_getDevice()]] if torch.cuda.is_initialized() else []
+    gpu = [torch.cuda.default_generators[torch._C._cuda_getDevice()]] if _uses_cuda() else []
     return [torch.default_generator, *gpu]
 
 

@@ -161,7 +161,8 @@ class LayerCheck:
             WeightsRefused: the backend cannot hold an expert's weights.
         """
         try:
-            return self._run(backend, plan, hand_overs)
+            with process_state.kept():  # for the backend that is checked next
+                return self._run(backend, plan, hand_overs)
         except Exception as error:  # only memory that is missing has a remedy here; the rest passes
             if not is_out_of_memory(error):
                 raise
@@ -176,7 +177,9 @@ class LayerCheck:
         fault = ""
         for index in range(self.problem.num_experts):
             expert = self._on_device(index)
-            if overrides(backend, "validate_weights") and (words := backend.validate_weights(expert, self.problem)):
+            with process_state.kept():
+                words = backend.validate_weights(expert, self.problem) if overrides(backend, "validate_weights") else ""
+            if words:
                 raise WeightsRefused(f"expert {index}: {words}")
             sums.add(expert, index)
             fault = fault or made.put(expert, index)
@@ -372,7 +375,8 @@ class KernelTensors:
     def put(self, expert: Tensors, index: int) -> str:
         """Converts an expert into a place. Returns what is wrong with the conversion, in words."""
         try:
-            converted = self._backend.convert(expert, self._problem, self._plan)
+            with process_state.kept():
+                converted = self._backend.convert(expert, self._problem, self._plan)
         except Exception as error:  # what a backend raises is what is wrong with it
             if is_out_of_memory(error):
                 raise
@@ -403,7 +407,8 @@ class KernelTensors:
         moe = standalone_layer.fused_moe_config(self._problem, kind, MAX_CHECK_TOKENS)
         described = adapter.quant_config(self._problem, tensors)
         builder = VllmBuilder(adapter, moe, described, for_serving=False, trial_tokens=most)
-        return self._backend.build_experts(tensors, self._problem, self._plan, builder)
+        with process_state.kept():
+            return self._backend.build_experts(tensors, self._problem, self._plan, builder)
 
 
 class _LayerCalls:
