@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,11 @@ def _set(data: Any, *where: Any, to: Any) -> None:
     data[where[-1]] = to
 
 
+def _add_tokens(data: Any, kind: str, tokens: str) -> None:
+    value = {"times": [1, 1, 1, 9], "failures": "no", "tiles": "{}"}[kind]
+    data["entries"][0]["backends"]["marlin_mxfp8"].setdefault(kind, {}).setdefault("uniform", {})[tokens] = value
+
+
 TIMES = ("entries", 0, "backends", "marlin_mxfp8", "times")
 
 
@@ -137,8 +144,8 @@ TIMES = ("entries", 0, "backends", "marlin_mxfp8", "times")
         (lambda data: _set(data, *TIMES, "uniform", "1", to=[-1, 1, 1, 9]), "invalid"),
         (lambda data: _set(data, *TIMES, "uniform", "1", to=[1e300, 1, 1, 9]), "invalid"),
         (lambda data: _set(data, *TIMES, "uniform", "1", to=[1, 1]), "is not a profile"),
-        (lambda data: _set(data, *TIMES, "uniform", "x", to=[1, 1, 1, 9]), "is not a profile"),
-        (lambda data: _set(data, *TIMES, "uniform", "-4", to=[1, 1, 1, 9]), "invalid"),
+        (lambda data: _set(data, *TIMES, "uniform", "x", to=[1, 1, 1, 9]), "tokens 'x', which is not a number"),
+        (lambda data: _set(data, *TIMES, "uniform", "-4", to=[1, 1, 1, 9]), "tokens '-4', which is not a number"),
         (lambda data: _set(data, *TIMES, "sideways", to={"1": [1, 1, 1, 9]}), "is not a profile"),
         (lambda data: _set(data, "environment", "gpu", to=7), "is not a profile"),
         (lambda data: _set(data, "environment", "driver", to="9\x1b[2J"), "has an invalid environment"),
@@ -169,6 +176,38 @@ def test_impossible_profiles_are_refused(written: Path, change: Change, words: s
     change(data)
     written.write_text(json.dumps(data))
     with pytest.raises(MeasurementError, match=words):
+        profile.read(written)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: data["entries"].append(data["entries"][0]), "has 2 entries. Keep one of them"),
+        *[
+            (partial(_add_tokens, kind=kind, tokens=tokens), "which is not a number in digits")
+            for kind in ("times", "failures", "tiles")
+            for tokens in ("01", " 8 ", "1_0", "\u0661", "+1", "1.0", "0", "")
+        ],
+        (lambda data: _set(data, *TIMES, "uniform", "1", to=[2, 3, 4, 9]), "has an invalid measurement"),
+        (lambda data: _set(data, *TIMES, "uniform", "1", to=[2, 1, 1.5, 9]), "has an invalid measurement"),
+        (lambda data: _set(data, *TIMES, "uniform", "1", to=[2, 9e7, 0.01, 9]), "has an invalid measurement"),
+        (lambda data: _set(data, *TIMES[:-1], "error", to=1e30), "has an invalid measurement"),
+        (lambda data: _set(data, *TIMES[:-1], "error", to=-0.1), "has an invalid measurement"),
+        (
+            lambda data: _set(data, *TIMES[:-1], "failures", to={"uniform": {"8": "no"}}),
+            "marlin_mxfp8 has a time and a failure at 8 tokens, uniform routing",
+        ),
+        (
+            lambda data: _set(data, *TIMES[:-1], "tiles", to={"skewed": {"8": "{}"}}),
+            "marlin_mxfp8 has a tile configuration and no time at 8 tokens, 'skewed' routing",
+        ),
+    ],
+)
+def test_profiles_that_contradict_themselves_are_refused(written: Path, change: Change, words: str) -> None:
+    data = json.loads(written.read_bytes())
+    change(data)
+    written.write_text(json.dumps(data))
+    with pytest.raises(MeasurementError, match=re.escape(words)):
         profile.read(written)
 
 

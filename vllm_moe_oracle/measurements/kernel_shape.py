@@ -20,6 +20,8 @@ RoutingKind = Literal["uniform", "skewed"]
 
 MIN_MICROSECONDS, MAX_MICROSECONDS = 1e-3, 1e8
 """Bounds of a valid time of one layer; see `is_possible_time`."""
+MAX_ERROR = 1.0
+"""Largest valid relative error: that of an output of zeros. Checks refuse kernels long before."""
 MAX_TILE_CHARS = 2000
 """Longest valid tile configuration."""
 MAX_FAILURE_CHARS = 2000
@@ -202,4 +204,5 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         if len(self.tile) > MAX_TILE_CHARS or not self.tile.isprintable():
             return False
         times = (self.low, self.us, self.high)
-        return all(map(is_possible_time, times)) and math.isfinite(self.error) and self.replays > 0
+        possible = all(map(is_possible_time, times)) and self.low <= self.us <= self.high
+        return possible and 0 <= self.error <= MAX_ERROR and self.replays > 0

@@ -7,6 +7,7 @@ reading one. A profile that is read is never changed.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
@@ -187,23 +188,58 @@ def read(path: Path) -> Profile:
         profile = msgspec.json.decode(data, type=Profile)
         if not profile.environment.is_valid:
             raise MeasurementError("has an invalid environment", remedy, where)
-        counts: Counter[KernelShape] = Counter()
-        for entry in profile.entries:
-            if not entry.kernel_shape.is_valid:
-                raise MeasurementError("has an invalid layer", remedy, where)
-            counts[entry.kernel_shape] += len(entry.backends) + sum(
-                len(times) for each in entry.backends.values() for times in each.times.values()
-            )
-            if (count := counts[entry.kernel_shape]) > MAX_SAMPLES:
-                rule = f"{entry.kernel_shape}: has {count} measurements, more than {MAX_SAMPLES}"
-                raise MeasurementError(rule, "Measure it at fewer numbers of tokens", where)
-            if not is_displayable(*(each.stock_class for each in entry.backends.values())):
-                raise MeasurementError(f"{entry.kernel_shape}: has an invalid name of a class", remedy, where)
-            for sample in _entry_samples(entry):
-                if not sample.is_valid:
-                    rule = f"{entry.kernel_shape}: {sample.backend[:200]} has an invalid measurement"
-                    raise MeasurementError(rule, where=where)
+        _check_entries(profile.entries, remedy, where)
     return profile
+
+
+def _check_entries(entries: Iterable[Entry], remedy: str, where: str) -> None:
+    """Refuses entries that cannot be, or contradict each other.
+
+    Raises:
+        MeasurementError: an entry has an invalid name or number, too many of them, or two that are for the same.
+    """
+    counts: Counter[KernelShape] = Counter()
+    seen: Counter[KernelShape] = Counter()
+    for entry in entries:
+        shape = entry.kernel_shape
+        if not shape.is_valid:
+            raise MeasurementError("has an invalid layer", remedy, where)
+        counts[shape] += len(entry.backends) + sum(
+            len(times) for each in entry.backends.values() for times in each.times.values()
+        )
+        if (count := counts[shape]) > MAX_SAMPLES:
+            rule = f"{shape}: has {count} measurements, more than {MAX_SAMPLES}"
+            raise MeasurementError(rule, "Measure it at fewer numbers of tokens", where)
+        if not is_displayable(*(each.stock_class for each in entry.backends.values())):
+            raise MeasurementError(f"{shape}: has an invalid name of a class", remedy, where)
+        for backend, packed in entry.backends.items():
+            if words := _contradiction(packed):
+                raise MeasurementError(f"{shape}: {backend[:200]} has {words}", remedy, where)
+        for sample in _entry_samples(entry):
+            if not sample.is_valid:
+                rule = f"{shape}: {sample.backend[:200]} has an invalid measurement"
+                raise MeasurementError(rule, where=where)
+        seen[shape] += 1
+    if twice := next((shape for shape, number in seen.items() if number > 1), None):
+        raise MeasurementError(f"{twice}: has {seen[twice]} entries", "Keep one of them", where)
+
+
+_TOKENS = re.compile("[1-9][0-9]{0,9}")
+
+
+def _contradiction(packed: BackendTimes) -> str:
+    """What of a backend's samples is written in two ways, or is for nothing; "" for none."""
+    for kind in (packed.times, packed.failures, packed.tiles):
+        for tokens in (tokens for counts in kind.values() for tokens in counts):
+            if _TOKENS.fullmatch(tokens) is None:
+                return f"the number of tokens {tokens[:40]!r}, which is not a number in digits"
+    for routing, reasons in packed.failures.items():
+        if both := reasons.keys() & packed.times.get(routing, {}).keys():
+            return f"a time and a failure at {min(both, key=int)} tokens, {routing} routing"
+    for routing, tiles in packed.tiles.items():
+        if alone := tiles.keys() - packed.times.get(routing, {}).keys():
+            return f"a tile configuration and no time at {min(alone, key=int)} tokens, {routing[:40]!r} routing"
+    return ""
 
 
 def encode(profile: Profile) -> bytes:
