@@ -214,6 +214,18 @@ def test_a_backend_that_fails_its_self_check_takes_no_turn(
     assert ("cannot run beside" in caplog.text) == allow_second_layout
 
 
+def test_a_backend_that_cannot_convert_takes_no_turn(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even where no check would show it."""
+    own, beside = backends()
+    monkeypatch.setattr(Marked, "convert", lambda self, expert, *_: dict(expert) if self is own else None)
+    with inside(monkeypatch, [own, beside], CONFIG | {"allow_second_layout": True}, EVIDENCE) as moe:
+        method = made(moe, Running())
+        assert method.backend.name == "prefiller" and method.token_dispatch is None and method.weight_copies == {}
+    assert "decoder cannot run beside prefiller" in caplog.text and "its method convert returned" in caplog.text
+
+
 def test_a_second_backend_is_checked_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes over at 700 tokens and is wrong from there on; those of a check at load are fewer otherwise."""
 

@@ -24,7 +24,7 @@ from ..compat import weight_storage
 from ..compat.experts_builder import VllmBuilder
 from ..core.decision import Answers, Decision, ShardPlan
 from ..core.problem import Problem
-from ..errors import SelfCheckError
+from ..errors import BackendDefect, SelfCheckError
 from ..oracle.registry import Registry, default_registry
 from ..settings import Settings
 from ..verification import process_state
@@ -91,8 +91,8 @@ class _Range:
     tensors: Tensors = field(default_factory=dict)
 
 
-_rejected: dict[tuple[Problem, str], bool] = per_load({})
-"""Whether a rank's vLLM rejects a backend for some numbers of tokens, by problem and backend of the load."""
+_rejected: dict[tuple[Problem, str], str] = per_load({})
+"""Why a rank rejects a backend for some numbers of tokens, "" where none does, by problem and backend of the load."""
 
 
 class _LayerView:
@@ -266,16 +266,14 @@ def _answers(method: DispatchMethod, name: str) -> Answers:
 def _rejection(method: DispatchMethod, backend: Backend, raw: Tensors) -> tuple[str, bool]:
     """Why a backend cannot run beside the method's own on all ranks, "" when it can; whether the weights show it."""
     problem = method.decision.problem
-    stock_rejection = method.adapter.stock_class_rejection(backend, method.moe, problem)
     key = (problem.key(), backend.name)
     if key not in _rejected:  # by kind: ranks may be at other layers of it (`in_own_order`)
         topic = f"the token range of {backend.name} for {problem}"
-        _rejected[key] = any(rank_sync.all_gather(method.rank_group, topic, lambda: bool(stock_rejection)))
+        found = rank_sync.all_gather(method.rank_group, topic, lambda: _rejection_without_weights(method, backend, raw))
+        own = found[method.rank_group.rank]
+        _rejected[key] = own or next((f"on another rank {each}" for each in found if each), "")
     if _rejected[key]:
-        words = (
-            f"vLLM's own class rejects it: {stock_rejection}" if stock_rejection else "another rank's vLLM rejects it"
-        )
-        return words, False
+        return _rejected[key], False
     stand_in = _with_backend(method, backend)
     weights = backend_check.check_weights(stand_in, raw)
     if not weights.passed:
@@ -286,15 +284,32 @@ def _rejection(method: DispatchMethod, backend: Backend, raw: Tensors) -> tuple[
     return ("", False) if kernel.passed else (f"it fails its self-check: {kernel.message}", True)
 
 
+def _rejection_without_weights(method: DispatchMethod, backend: Backend, raw: Tensors) -> str:
+    """Why a backend cannot run beside the method's own whatever the weights are, on this rank; "" when it can."""
+    stock_rejection = method.adapter.stock_class_rejection(backend, method.moe, method.decision.problem)
+    if stock_rejection:
+        return f"vLLM's own class rejects it: {stock_rejection}"
+    answers = _answers(method, backend.name)
+    if answers.layout == _answers(method, method.backend.name).layout:  # it has no copy
+        return ""
+    try:
+        with process_state.kept():
+            weight_storage.converted_specs(_conversion(method, backend, answers.plan), raw)
+    except BackendDefect as error:
+        return f"it cannot convert: {error}"
+    return ""
+
+
+def _conversion(method: DispatchMethod, backend: Backend, plan: ShardPlan) -> weight_storage.ConvertFunction:
+    """A backend's kernel tensors of one expert, from the checkpoint's."""
+    return lambda expert: backend.convert(method.canonical(expert), method.decision.problem, plan)
+
+
 def _convert_copy(
     method: DispatchMethod, backend: Backend, plan: ShardPlan, raw: Tensors, into: dict[str, Tensor] | None
 ) -> dict[str, Tensor]:
     """A backend's kernel tensors of all experts, one expert at a time; written to `into` if given."""
-    problem = method.decision.problem
-
-    def convert(expert: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return backend.convert(method.canonical(expert), problem, plan)
-
+    convert = _conversion(method, backend, plan)
     count, device = next((each.shape[0], each.device) for each in raw.values())
     if into is None:
         specs = weight_storage.converted_specs(convert, raw)

@@ -125,7 +125,7 @@ def _set_cuda_stream(stream: tuple[int, int, int]) -> None:
 
 
 def _working_directory() -> str:
-    """ "" where it was removed."""
+    """The working directory; "" where it was removed."""
     with suppress(OSError):
         return os.getcwd()
     return ""
