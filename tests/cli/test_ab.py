@@ -235,6 +235,8 @@ def test_a_plugin_that_runs_nothing_is_not_compared() -> None:
     ("line", "said"),
     [
         (("--turns", "0"), "--turns: 0 is not possible"),
+        (("--seed", "-1"), "--seed: -1 is no seed of NumPy. Give one from 0 to 4294967295"),
+        (("--seed", "4294967296"), "--seed: 4294967296 is no seed of NumPy"),
         (("--prompts", "0"), "--prompts: '0' is not a list of numbers"),
         (("--prompts", "1,2"), "--prompts: 2 numbers for a concurrency of 16"),
         (("--prompts", "1_0"), "--prompts: '1_0' is not a list of numbers"),
@@ -477,6 +479,20 @@ def test_with_vllm_itself(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert all(value > 0 for each in result.json["metrics"] for kind in ("stock", "plugin") for value in each[kind])
     for each in (1, 2):
         assert json.loads((tmp_path / f"stock-1-bench-{each}.json").read_text())["completed"] == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (("",), "MODEL: the name is empty. Give a checkpoint's folder"),
+        ((" ", "--turns", "1"), "MODEL: the name is empty"),
+        (("--tp", "x"), "is an option, and the model comes first. Write vLLM's options after it"),
+        (("--max-model-len", "256", "model"), "'--max-model-len' is an option, and the model comes first"),
+    ],
+)
+def test_what_is_no_model_starts_no_server(line: tuple[str, ...], said: str, run: Run) -> None:
+    result = run("ab", *line)
+    assert (result.status, result.out, result.err.count("\n")) == (2, "", 1) and said in result.err
 
 
 def test_a_path_without_a_model_starts_no_server(run: Run) -> None:

@@ -104,14 +104,10 @@ def command(
     After 3, 4 or a signal the completed turns are shown, and --resume continues.
     """
     loads = _loads(prompts, concurrency, input_len, output_len, seed)
+    _check_model(model)
     _check(turns, start_timeout, port)
     if resume and logs is None:
         raise MeasurementError("there is nothing to resume", "Give the folder of the ended run: --logs", "--resume")
-    if model.startswith(("/", "./", "../", "~")):
-        with boundary(CheckpointError, "cannot be read", where=model):
-            found = exists(Path(model).expanduser())
-        if not found:
-            raise CheckpointError("no such file or folder", "Give a checkpoint's folder, or a name of the Hub", model)
     run = _Run(model, tuple(each for each in context.args if each != "--"), loads, port, start_timeout)
     with contextlib.ExitStack() as stack:
         folder = logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-oracle-ab-")))
@@ -162,6 +158,8 @@ def _loads(prompts: str, concurrency: str, input_len: int, output_len: int, seed
         MeasurementError: an option is out of range, or the numbers of prompts do not fit those of the concurrency.
     """
     _check_at_least_1("input-len", input_len)
+    if not 0 <= seed < 1 << 32:  # vllm bench serve gives it to NumPy
+        raise MeasurementError(f"{seed} is no seed of NumPy", f"Give one from 0 to {(1 << 32) - 1}", "--seed")
     if output_len < 2:
         raise MeasurementError(f"{output_len} tokens have no time between them", "Give 2 or more", "--output-len")
     together = parse_counts(concurrency, "--concurrency", "1,16,64")
@@ -173,6 +171,24 @@ def _loads(prompts: str, concurrency: str, input_len: int, output_len: int, seed
         rule = f"{len(counts)} numbers for a concurrency of {concurrency}"
         raise MeasurementError(rule, f"Give 1 number, or {len(together)}", "--prompts")
     return tuple(Load(count, input_len, output_len, each, seed) for count, each in zip(counts, together, strict=True))
+
+
+def _check_model(model: str) -> None:
+    """Refuses what is no model.
+
+    Raises:
+        CheckpointError: it is empty, an option, or a path where nothing is.
+    """
+    if not model.strip():
+        raise CheckpointError("the name is empty", "Give a checkpoint's folder, or a name of the Hub", "MODEL")
+    if model.startswith("-"):
+        rule = f"{model[:60]!r} is an option, and the model comes first"
+        raise CheckpointError(rule, "Write vLLM's options after it: ab MODEL --tensor-parallel-size 2", "MODEL")
+    if model.startswith(("/", "./", "../", "~")):
+        with boundary(CheckpointError, "cannot be read", where=model):
+            found = exists(Path(model).expanduser())
+        if not found:
+            raise CheckpointError("no such file or folder", "Give a checkpoint's folder, or a name of the Hub", model)
 
 
 def _check_at_least_1(name: str, value: float) -> None:
