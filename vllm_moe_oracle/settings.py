@@ -87,7 +87,7 @@ def _fraction(value: object, where: str) -> float:
     else:
         fraction = _to_float(value)
     if not 0 <= fraction < 1:
-        raise SettingError(f"{value!r} is not in [0, 1)", "Write a number from 0 to 1, or a percentage: 3%", where)
+        raise SettingError(f"{value!r} is not in [0, 1)", "Write a number from 0 to 0.999, or a percentage: 3%", where)
     return fraction
 
 

@@ -725,6 +725,24 @@ def test_an_activation_that_is_null_is_noted(activation: Any, noted: bool, run: 
     assert result.status == 0 and ("the config's hidden_act is null: taken as silu" in result.text) == noted
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("explain", "CONFIG", "--vllm"),
+        ("explain", "CONFIG", "--quantization"),
+        ("explain", "CONFIG", "--all2all-backend"),
+        ("tune", "CONFIG", "--tokens"),
+        ("bench", "--shape"),
+    ],
+)
+def test_an_option_without_a_value_is_not_one_that_is_not_given(line: tuple[str, ...], run: Run, write: Write) -> None:
+    """A script's empty variable gives it."""
+    for value in ("", " "):
+        result = run(*(write() if word == "CONFIG" else word for word in line), value)
+        assert (result.status, result.out) == (2, "")
+        assert f"Invalid value for '{line[-1]}': the value is empty" in result.err
+
+
 def test_an_override_of_the_environment_without_effect_is_a_note(
     run: Run, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:

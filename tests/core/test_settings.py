@@ -89,7 +89,7 @@ BAD: list[tuple[str, object, str]] = [
                       *ODD_NUMBERS)
     ],
     *[
-        ("min_time_saving", value, r"is not in \[0, 1\)")
+        ("min_time_saving", value, r"is not in \[0, 1\)\. Write a number from 0 to 0\.999, or a percentage: 3%")
         for value in ("1", "-0.1", "nan", "inf%", "100%", 1e300, True, None, {}, "%", "3%%", " 3%", "\u0663%", "1_0%",
                       "0.0_1", "1e-2", "\uff10.\uff11")
     ],

@@ -54,9 +54,21 @@ def count_option(text: str) -> Any:
     return typer.Option(help=text, metavar="N", parser=read_count)
 
 
+def _refuse_empty(context: typer.Context, option: typer.CallbackParam, value: Any) -> Any:
+    """A value as it is. Nothing, which a script's empty variable gives, is no word.
+
+    Raises:
+        typer.BadParameter: the command line gives an empty one.
+    """
+    source = getattr(context.get_parameter_source(str(option.name)), "name", "")
+    if isinstance(value, str) and not value.strip() and source == "COMMANDLINE":
+        raise typer.BadParameter("the value is empty. Give one, or leave the option out")
+    return value
+
+
 def counts_option(text: str) -> Any:
     """The same for whole numbers with commas; `layer_arguments.parse_counts` reads them."""
-    return typer.Option(help=text, metavar="N,...")
+    return typer.Option(help=text, metavar="N,...", callback=_refuse_empty)
 
 
 def seconds_option(text: str) -> Any:
@@ -66,12 +78,12 @@ def seconds_option(text: str) -> Any:
 
 def name_option(text: str, values: Callable[[], Sequence[str]], metavar: str = "NAME") -> Any:
     """The same for a word; shells complete these values."""
-    return typer.Option(help=text, metavar=metavar, autocompletion=values)
+    return typer.Option(help=text, metavar=metavar, autocompletion=values, callback=_refuse_empty)
 
 
 def names_option(text: str, values: Callable[[], Sequence[str]], metavar: str = "NAME,...") -> Any:
     """The same for words with commas."""
-    return typer.Option(help=text, metavar=metavar, autocompletion=completion.several(values))
+    return typer.Option(help=text, metavar=metavar, autocompletion=completion.several(values), callback=_refuse_empty)
 
 
 def file_option(text: str, *names: str, metavar: str = "FILE") -> Any:
