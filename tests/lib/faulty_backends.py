@@ -31,7 +31,7 @@ from vllm_moe_oracle.methods.rank_sync import RankGroup
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.schemes import mxfp4, mxfp8
 from vllm_moe_oracle.settings import Settings
-from vllm_moe_oracle.verification import self_check
+from vllm_moe_oracle.verification import converted_layer, self_check, whole_layer
 
 OAI = dataclasses.replace(GPT_OSS, interleaved=False)
 SMALL: dict[str, Any] = {"experts": 8, "top_k": 2, "hidden_size": 128, "intermediate_size": 64}
@@ -497,6 +497,27 @@ def check(backend: Emulation, layer: Problem, loaded: dict[str, Tensor]) -> self
     return self_check.compare_with_reference(
         backend, layer, backend.plan(layer, CPU), loaded, moe_config(layer), current_adapter()
     )
+
+
+def converted(
+    backend: Emulation, layer: Problem, loaded: dict[str, Tensor], every: bool = True
+) -> converted_layer.InstalledLayer:
+    """A layer after its conversion, with the parts of its experts that its check needs; where it is one of several
+    ranks', the second's, and ranks share the experts in turn."""
+    adapter, parts = current_adapter(), converted_layer.WeightParts(layer, every)
+    # Kernels get the map with each call; the layer that is built has the rank's experts alone.
+    own = dataclasses.replace(layer, num_experts=layer.local_experts)
+    made = whole_layer.KernelTensors(backend, own, backend.plan(layer, CPU))
+    for index in range(layer.local_experts):
+        expert = {name: tensor[index] for name, tensor in loaded.items()}
+        parts.add(expert)
+        assert not made.put(expert, index)
+    if (ranks := layer.num_experts // layer.local_experts) > 1:
+        made.layer.expert_map = torch.full((layer.num_experts,), -1, dtype=torch.int32)
+        made.layer.expert_map[1::ranks] = torch.arange(layer.local_experts, dtype=torch.int32)
+    made._problem = layer
+    experts = made.build(adapter, "cpu", 64)
+    return converted_layer.InstalledLayer(backend, parts, experts, made.layer, made.tensors, adapter)
 
 
 SWAPPED = ("swapped", swap_halves)

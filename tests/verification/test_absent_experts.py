@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lib.cases import CPU, MXFP8, SILU, problem
+from tests.lib.cases import MXFP8, SILU, problem
 
 pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular kernel")
 
 from tests.lib import faulty_backends as lib
 from tests.lib.faulty_backends import MXFP4_W4A4, OAI, Compute, Faulty, check, weights
 from vllm_moe_oracle.backends.emulation import forward
-from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.problem import Parallel, Problem
-from vllm_moe_oracle.verification import converted_layer, inputs, whole_layer
+from vllm_moe_oracle.verification import converted_layer, inputs
 
 SIZES: dict[str, Any] = {"experts": 16, "hidden_size": 256, "intermediate_size": 128}
 TOP_K = [1, 2, 3, 4, 6, 8]
@@ -36,22 +35,7 @@ def loaded(layer: Problem) -> dict[str, Tensor]:
 
 
 def converted(backend: Faulty, layer: Problem, every: bool = True) -> converted_layer.InstalledLayer:
-    """The layer of the second of two ranks, which share its experts in turn."""
-    tensors, adapter = loaded(layer), current_adapter()
-    parts = converted_layer.WeightParts(layer, every)
-    made = whole_layer.KernelTensors(backend, layer, backend.plan(layer, CPU))
-    # The builder's layer is that of one rank: kernels get the map with each call.
-    made._problem = dataclasses.replace(layer, num_experts=layer.local_experts)
-    for index in range(layer.local_experts):
-        expert = {name: tensor[index] for name, tensor in tensors.items()}
-        parts.add(expert)
-        assert not made.put(expert, index)
-    made._problem = layer
-    made.layer.expert_map = torch.full((layer.num_experts,), -1, dtype=torch.int32)
-    ranks = layer.num_experts // layer.local_experts
-    made.layer.expert_map[1::ranks] = torch.arange(layer.local_experts, dtype=torch.int32)
-    experts = made.build(adapter, "cpu", 64)
-    return converted_layer.InstalledLayer(backend, parts, experts, made.layer, made.tensors, adapter)
+    return lib.converted(backend, layer, loaded(layer), every)
 
 
 def here(ids: Tensor, expert_map: Tensor | None) -> Tensor:

@@ -297,6 +297,33 @@ def test_the_other_checks_have_router_weights_on_the_input(
     assert bool(found.fault) is ignored
 
 
+# --- Inference mode ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "passes"),
+    [
+        (torch.is_inference_mode_enabled, False),
+        (torch.is_grad_enabled, True),
+        (lambda: not torch.is_inference_mode_enabled(), True),
+    ],
+)
+def test_calls_are_made_in_inference_mode_as_a_servers(wrong: Callable[[], bool], passes: bool) -> None:
+    layer = lib.LAYERS["silu, 16 bit"]
+    backend = Faulty("mode", compute=lib.after(lambda out: out.mul_(1.5), lambda tokens: wrong()))
+    assert check(backend, layer, weights(layer)).passed is passes
+    found = lib.converted(backend, layer, weights(layer))
+    assert found.compare().passed is found.compare_again().passed is passes
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(24, layer.hidden_size, generator=generator).to(torch.bfloat16)
+    tokens = x, torch.rand(24, 2, generator=generator) + 0.2, torch.arange(48).view(24, 2) % layer.num_experts
+    read = lambda index: {name: tensor[index] for name, tensor in weights(layer).items()}  # noqa: E731
+    outcome = whole_layer.LayerCheck(layer, read, tokens, current_adapter(), "cpu").run(
+        backend, backend.plan(layer, CPU)
+    )
+    assert bool(outcome.fault) is not passes
+
+
 # --- No tokens --------------------------------------------------------------------------------------------------------
 
 

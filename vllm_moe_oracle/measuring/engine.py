@@ -180,7 +180,8 @@ class BackendLayer:
         def run() -> Tensor:
             padding = max(padded_size - hidden_size, 0)
             x = torch.nn.functional.pad(tokens.x, (0, padding)) if padding else tokens.x
-            with standalone_layer.forward_step(self._context.config, x.shape[0]):
+            # Inference mode, as in a server: what a kernel keeps there may not be written to outside of it.
+            with torch.inference_mode(), standalone_layer.forward_step(self._context.config, x.shape[0]):
                 if self._backend.monolithic:
                     output = self._adapter.apply_monolithic(kernel, layer, x, tokens.logits, {})
                 else:

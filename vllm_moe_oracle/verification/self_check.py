@@ -182,9 +182,10 @@ class Calls:
         self._settings: list[list[str]] = []
         self._memory: dict[tuple[str, int], Tensor] = {}
 
+    @torch.inference_mode()
     def make(self, rows: Tensor, poisoned: bool = True) -> None:
         """One call with rows `[M]` of the tokens, on memory that holds NaN, or what it held before. The host does not
-        wait for the device.
+        wait for the device. The call is made in torch's inference mode, as a server makes all of its own.
 
         Tensors of a call on memory that holds NaN begin where their storage begins. The tokens of other calls are part
         of a larger tensor, as vLLM's are where it splits a batch. Calls of as many tokens find theirs in the same

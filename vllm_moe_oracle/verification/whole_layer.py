@@ -480,7 +480,8 @@ class _LayerCalls:
         rows = rows.to(batch.x.device)
         given = batch.x[rows]
         self.count += 1
-        with process_state.kept():  # the check at load says what was changed
+        # As a server calls it; the check at load says what was changed.
+        with torch.inference_mode(), process_state.kept():
             actual = self._run(batch, given, rows).float()
         reference = batch.reference
         blocks, columns, tokens = (each.nan_to_num(nan=torch.inf) for each in bounds.ratios(actual, reference, rows))
