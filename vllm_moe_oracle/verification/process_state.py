@@ -191,8 +191,7 @@ _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "level of disabled logging": (lambda: logging.root.manager.disable, logging.disable),
     "recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
 }
-"""How to read a setting, and how to put it back. Reading all of them takes 50 µs on a server's CPU, most of it for
-the umask."""
+"""How to read a setting, and how to put it back. Reading all of them takes about 50 µs, most of it for the umask."""
 
 
 def _generators() -> list[torch.Generator]:
