@@ -123,7 +123,7 @@ class ExpertEntries:
         self._names = _read_names(tuple(plain.items()))
 
     def _add_expression(self, position: int, text: str, meaning: Hashable) -> None:
-        layers = {found[1] if (found := _ONE_LAYER.fullmatch(part)) else "" for part in _LAYER.findall(text)}
+        layers = {number[1] if (number := _ONE_LAYER.fullmatch(part)) else "" for part in _LAYER.findall(text)}
         rest = _ANY_EXPERT.sub(" ", _LAYER.sub(" ", text))
         numbers, choice = frozenset(map(int, re.findall(r"\d{1,5}", rest, re.ASCII))), _CHOICE.search(rest) is not None
         if numbers or choice:
