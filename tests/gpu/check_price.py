@@ -168,7 +168,7 @@ def places() -> list[tuple[Any, str, str]]:
         (inputs, "make_discriminating", "scales and biases"),
         (inputs, "make_inputs", "inputs"),
         (bounds, "reference_output", "reference"),
-        (self_check, "_usable_groups", "reference finite?"),
+        (self_check, "_within_range", "reference finite?"),
         (self_check, "_plan_calls", "plan of calls"),
         (self_check, "_build_small_layer", "small layer built"),
         (weight_storage, "convert_in_place", "conversion"),

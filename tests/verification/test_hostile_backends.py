@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,9 @@ from tests.lib.faulty_backends import MXFP4, OAI, Faulty, check, weights
 from tests.lib.tiers import each_once
 from vllm_moe_oracle.backends.emulation import expert_outputs, forward
 from vllm_moe_oracle.compat import current_adapter
-from vllm_moe_oracle.core.problem import Parallel, Problem, Routing
-from vllm_moe_oracle.verification import converted_layer, inputs, whole_layer
+from vllm_moe_oracle.core.problem import Activation, Parallel, Problem, Routing
+from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.verification import bounds, converted_layer, inputs, whole_layer
 
 SMALL: dict[str, Any] = {"experts": 16, "top_k": 4, "hidden_size": 256, "intermediate_size": 128}
 LAYERS = {
@@ -383,6 +385,39 @@ def test_no_huge_tokens_where_float16_or_a_limit_forbids_them() -> None:
         layer = dataclasses.replace(LAYERS[name], num_experts=5, local_experts=5)
         experts = {key: tensor[:5] for key, tensor in weights(LAYERS[name]).items()}
         assert len(inputs.make_inputs(layer, experts)[0]) == 2 * inputs.NUM_TOKENS
+
+
+@pytest.mark.parametrize("size", [0.05, 0.2, 4.0])
+@pytest.mark.parametrize("limit", [7.0, 100.0, 300.0, 1000.0])
+@pytest.mark.parametrize("name", ["swigluoai", "swiglustep"])
+def test_tokens_are_made_smaller_until_float16_holds_outputs(
+    name: str, limit: float, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Activation(name, limit=limit) if name == "swiglustep" else dataclasses.replace(OAI, limit=limit)
+    layer = dataclasses.replace(LAYERS["float16"], activation=gate)
+    loaded, tried = weights(layer, size), []
+    whole = bounds.reference_output
+
+    def counts(*arguments: Any) -> bounds.Reference:
+        tried.append(arguments[3])
+        return whole(*arguments)
+
+    monkeypatch.setattr(bounds, "reference_output", counts)
+    result = check(Faulty("rounds", compute=lib.every_rounding("ceil")), layer, loaded)
+    assert result.passed, result
+    # One reference where nothing is beyond the dtype.
+    assert len(tried) == 1 if limit == 7 and size < 1 else len(tried) <= 4
+    assert tried[-1].isfinite().all() and tried[-1][1].any()
+    assert not check(Faulty("half", compute=lib.after(lambda out: out.mul_(0.5))), layer, loaded).passed
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_damaged_weights_have_no_size_that_helps(bad: float) -> None:
+    layer = LAYERS["float16"]
+    loaded = weights(layer)
+    loaded["w2_scale"] = torch.full_like(loaded["w2_scale"], 0xFF if math.isnan(bad) else 0xFE)
+    with pytest.raises(CheckpointError, match="NaN or infinite"):
+        check(Faulty("right"), layer, loaded)
 
 
 @pytest.mark.parametrize("powers", [20, 30, 40])

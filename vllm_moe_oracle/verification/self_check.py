@@ -41,6 +41,9 @@ _PART_OF_RANGE = 2.0**-4
 _LARGEST = 2.0**56
 """The largest number counts as this in dtypes that hold larger ones: bounds sum squares of outputs in float32."""
 
+_TRIES = 6
+"""References at most, of smaller tokens each, until outputs are within that: limits of activations up to 100,000."""
+
 _HOST_VALUES = 1 << 24
 """Weights of one matrix that repeated calls read in all, where there is no GPU."""
 
@@ -126,8 +129,11 @@ def compare_with_reference(
         weights, ids = (each.to(x.device).repeat(groups, 1) for each in routed)
     expert_map = _expert_map(remote, x.device) if remote else None
     rounding = rounding_error(backend, problem)
-    reference = bounds.reference_output(experts, exact, rounding, x, weights, ids, expert_map, groups)
-    used = _usable_groups(reference.expected.chunk(groups), sampled, problem)
+
+    def reference_of(x: Tensor) -> bounds.Reference:
+        return bounds.reference_output(experts, exact, rounding, x, weights, ids, expert_map, groups)
+
+    x, reference, used = _within_range(x, reference_of, sampled, problem)
     planned = _plan_calls(backend, problem, small, plan, hand_overs, adapter.trial_tokens(moe), experts, used, nothing)
     most = max(len(rows) for rows, _ in planned)
     built, layer, tensors = _build_small_layer(backend, small, plan, experts, moe, adapter, most)
@@ -354,30 +360,54 @@ def _small_problem(problem: Problem, num_experts: int, remote: int, monolithic: 
     )
 
 
-def _usable_groups(expected: Sequence[Tensor], experts: list[int], problem: Problem) -> list[int]:
-    """The groups of tokens whose outputs the model's dtype holds, by number. The first one is among them.
+def _within_range(
+    x: Tensor, reference_of: Callable[[Tensor], bounds.Reference], experts: list[int], problem: Problem
+) -> tuple[Tensor, bounds.Reference, list[int]]:
+    """Tokens whose outputs the model's dtype holds, with their reference, and the usable groups by number.
+
+    The first group is among them: its tokens are made smaller until they are within range. A large limit of the
+    activation makes them large, and their products leave float16 where weights are large, too. Other groups are left
+    out.
 
     Args:
-        expected: the reference outputs of each group.
+        x: the tokens, `[groups * NUM_TOKENS, hidden]`, the first of which is zero.
+        reference_of: the reference for tokens.
         experts: local numbers of the sampled experts.
         problem: the layer.
 
     Raises:
-        CheckpointError: the reference output of the first group is NaN or infinite: every kernel would fail there, none
-            by its own fault.
+        CheckpointError: the reference output of the first group is NaN or infinite for tokens of any size: every kernel
+            would fail there, none by its own fault.
     """
-    largest = torch.stack([each.abs().amax() for each in expected]).tolist()
-    if not math.isfinite(largest[0]):
-        bad = int((~torch.isfinite(expected[0])).any(-1).sum())
+    most = min(torch.finfo(getattr(torch, problem.dtype)).max, _LARGEST) * _PART_OF_RANGE
+    for left in reversed(range(_TRIES)):
+        reference = reference_of(x)
+        largest = reference.expected.abs().amax(-1).tolist()
+        first, last = largest[: inputs.NUM_TOKENS], max(largest[0], largest[inputs.NUM_TOKENS - 1])
+        # NaN is beyond, too. What tokens of zeros give, their size does not change.
+        beyond = [index for index, each in enumerate(first) if not each <= most]
+        if not beyond or not left or not last <= most:
+            break
+        x = x.clone()
+        for index in beyond:
+            x[index] *= _shrinkage(first[index] / most)
+    if bad := sum(not math.isfinite(each) for each in first):
         rule = (
-            f"the float32 reference is NaN or infinite for {bad} of {len(expected[0])} tokens on the weights of local "
+            f"the float32 reference is NaN or infinite for {bad} of {len(first)} tokens on the weights of local "
             f"experts {', '.join(map(str, dict.fromkeys(experts)))}: no backend can be checked against it"
         )
         # The inputs are scaled by the size of the weights; for tiny weights float16 cannot hold them.
         cause = f"some weights are NaN or infinite, or too small or too large for {problem.dtype}"
         raise CheckpointError(rule, f"The checkpoint is damaged: {cause}", problem.layer)
-    most = min(torch.finfo(getattr(torch, problem.dtype)).max, _LARGEST) * _PART_OF_RANGE
-    return [0, *(index for index, each in enumerate(largest) if index and each <= most)]
+    groups = range(1, len(x) // inputs.NUM_TOKENS)
+    parts = {index: largest[index * inputs.NUM_TOKENS :][: inputs.NUM_TOKENS] for index in groups}
+    return x, reference, [0, *(index for index, each in parts.items() if all(value <= most for value in each))]
+
+
+def _shrinkage(excess: float) -> float:
+    """The power of two that makes a token smaller whose outputs are so many times too large. They count as products of
+    two numbers of its size, so that it becomes no smaller than it needs."""
+    return 2.0 ** -max(1, math.ceil(math.log2(excess) / 2)) if math.isfinite(excess) else 2.0**-4
 
 
 def _build_small_layer(
