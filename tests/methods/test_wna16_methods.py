@@ -132,7 +132,7 @@ def test_a_kernel_tensor_does_not_take_the_name_of_a_layers_attribute(monkeypatc
     )
     with (
         moe.engine(backend="emulation"),
-        pytest.raises(NoBackendError, match="converts to a tensor quant_config, which vLLM's layer has an attribute"),
+        pytest.raises(NoBackendError, match="converts to a tensor quant_config, a name that vLLM's layer uses"),
     ):
         moe.made(layer, moe.moe_config(layer))
 

@@ -169,7 +169,7 @@ FAULTS = (
     ),
     Fault(
         "settings", "per-layer overrides are ignored", "oracle/selection.py",
-        "first_match(settings.overrides, problem.layer)", "first_match((), problem.layer)",
+        "first_match(settings.overrides, problem.layer,", "first_match((), problem.layer,",
         "tests/oracle/test_selection.py",
     ),
     Fault(

@@ -6,7 +6,8 @@ A profile's figures of our kernels count only for the kernel sources that were m
 change that does not change what is compiled, such as a rename, the profiles may take the new fingerprint: BEFORE and
 AFTER are digests of both trees by `tests.tools.kernel_digests`. Without them it reports whether profiles are current.
 
-Calls of layers in float16 may differ, as long as no profile has times of such layers.
+Calls of layers in float16 may differ, as long as no profile has times of such layers. If none differs, the old
+fingerprint joins `EQUAL`, so that committed benchmarks which no profile has taken are still times of these kernels.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 
 from vllm_moe_oracle.measurements.environment import kernel_sources_hash
 
+EQUAL = Path(__file__).resolve().parents[1] / "golden" / "equal-kernels.json"
+"""Earlier fingerprints of kernels that compile to the same, by the present one."""
 PROFILES = Path(__file__).resolve().parents[2] / "vllm_moe_oracle" / "profiles"
 FLOAT16_CALL = re.compile(r": float16, \d+$")
 FLOAT16_LAYER = re.compile(r'"dtype": ?"float16"')
@@ -30,6 +33,24 @@ FINGERPRINT = re.compile(r'(^ *"environment": ?\{(?:[^{}]|\{[^{}]*\})*?"kernels"
 def restamped(text: str, fingerprint: str) -> str:
     """A profile with another fingerprint of the kernels in its environment."""
     return FINGERPRINT.sub(rf'\g<1>"{fingerprint}"', text)
+
+
+def fingerprint_of(text: str) -> str:
+    """The fingerprint of the kernels in a profile's environment."""
+    found = FINGERPRINT.search(text)
+    assert found is not None
+    return text[found.end(1) + 1 : found.end() - 1]
+
+
+def earlier_fingerprints(present: str) -> frozenset[str]:
+    """Fingerprints of earlier kernel sources that compile to the same as the present ones, shown by digests."""
+    return frozenset(json.loads(EQUAL.read_text()).get(present, ()))
+
+
+def join_equal(before: str, present: str) -> None:
+    """Records that the kernels of two fingerprints compile to the same, the earlier ones' earlier ones included."""
+    known = earlier_fingerprints(before) | earlier_fingerprints(present) | {before}
+    EQUAL.write_text(json.dumps({present: sorted(known - {present})}, indent=1) + "\n")
 
 
 def changed_calls(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -65,6 +86,9 @@ def main() -> int:
         return 1
     if changed:
         print(f"no profile has times in float16, where {len(changed)} calls differ: {'; '.join(changed)}")
+    if not changed:
+        for before_hash in sorted({fingerprint_of(path.read_text()) for path in stale}):
+            join_equal(before_hash, fingerprint)
     for path in stale:
         path.write_text(restamped(path.read_text(), fingerprint))
         print(f"{path.name}: {fingerprint}")

@@ -79,10 +79,16 @@ def test_profiles_are_restamped_only_for_equal_digests(
     for path, made in zip(paths, (digests, digests | change), strict=True):
         path.write_text(json.dumps(made))
     monkeypatch.setattr(restamp_profiles, "PROFILES", tmp_path)
+    monkeypatch.setattr(restamp_profiles, "EQUAL", tmp_path / "equal.txt")
+    restamp_profiles.EQUAL.write_text('{"0123456789abcdef": ["fedcba9876543210"]}')
     monkeypatch.setattr("sys.argv", ["restamp_profiles", *map(str, paths)])
     assert restamp_profiles.main() == (said is not None)
     assert (profile.read_text() == stale) == (said is not None)
     assert (said or kernel_sources_hash()) in capsys.readouterr().out
+    # Where no call differs, times of earlier sources stay those of these kernels.
+    same = said is None and "compiled" not in change
+    found = restamp_profiles.earlier_fingerprints(kernel_sources_hash())
+    assert found == ({"0123456789abcdef", "fedcba9876543210"} if same else set())
 
 
 def test_calls_in_float16_may_not_differ_where_such_layers_were_timed(
@@ -96,6 +102,8 @@ def test_calls_in_float16_may_not_differ_where_such_layers_were_timed(
     for path, made in zip(paths, (digests, digests | {"compiled": {"b: float16, 1": ["1"]}}), strict=True):
         path.write_text(json.dumps(made))
     monkeypatch.setattr(restamp_profiles, "PROFILES", tmp_path)
+    monkeypatch.setattr(restamp_profiles, "EQUAL", tmp_path / "equal.txt")
+    restamp_profiles.EQUAL.write_text('{"0123456789abcdef": ["fedcba9876543210"]}')
     monkeypatch.setattr("sys.argv", ["restamp_profiles", *map(str, paths)])
     assert restamp_profiles.main() == 1 and profile.read_text() == stale
     assert "measure again\nb: float16, 1" in capsys.readouterr().out
