@@ -156,9 +156,10 @@ def run_fp8(case: Case) -> bool:
 
 def keep_dispatching(folder: Path) -> None:
     """Writes what `dispatches` reads: machine code and sizes of every warp-specialized kernel that this process ran."""
-    from vllm_moe_oracle.kernels import fp8_gemm, prefill
+    from vllm_moe_oracle.kernels import fp8_gemm, fp8_mxfp4_gemm, prefill
 
-    for function in (prefill.gate_up, prefill.down, fp8_gemm.product):
+    for function in (prefill.gate_up, prefill.down, fp8_gemm.product, fp8_mxfp4_gemm.product):
+        module = function.fn.__module__.rpartition(".")[2]
         for caches in function.device_caches.values():
             for number, kernel in enumerate(caches[0].values()):
                 # Triton's metadata have all of a program's warps, not the four that a launch asks for.
@@ -167,7 +168,7 @@ def keep_dispatching(folder: Path) -> None:
                     "shared": kernel.metadata.shared,
                     "num_warps": kernel.metadata.num_warps,
                 }
-                file = folder / f"{kernel.name}-{number}.cubin"
+                file = folder / f"{module}-{kernel.name}-{number}.cubin"
                 file.write_bytes(kernel.asm["cubin"])
                 file.with_suffix(".json").write_text(json.dumps(sizes))
 
