@@ -207,3 +207,12 @@ def test_runs_over_ranks_join_committed_ones_of_equal_conditions() -> None:
     assert steps == {"ep": 4.0, "tp": 3.0}
     with pytest.raises(ValueError, match="different conditions"):
         serving_tables.golden_ranks([run(True, 4.0, torch="2.14")], first)
+
+
+def test_what_stock_takes_while_it_compiles_is_as_the_page_says() -> None:
+    kept = json.loads((golden_files.FOLDER / "h200" / "serve-settling-vllm-0.33.0.json").read_text())
+    stock, ours = (mode["routing"]["uniform"] for mode in kept["modes"])
+    (low, _, high), (least, _, most) = (each["latency_s"]["64"]["16"] for each in (stock, ours))
+    page = (serve.ROOT / "vllm_moe_oracle" / "kernels" / "RESULTS.md").read_text().replace("\n  ", " ")
+    assert f"took stock {low:.2f} to {high:.2f} s, and the plugin {least:.2f} to {most:.2f} s" in page
+    assert "256" not in stock["decode_ms"] and stock["decode_ms"]["64"] < 0 < ours["decode_ms"]["256"]
