@@ -210,7 +210,7 @@ def test_runs_over_ranks_join_committed_ones_of_equal_conditions() -> None:
 
 
 def test_what_stock_takes_while_it_compiles_is_as_the_page_says() -> None:
-    kept = json.loads((golden_files.FOLDER / "h200" / "serve-settling-vllm-0.33.0.json").read_text())
+    kept = json.loads(golden_files.newest("serve-settling").read_text())
     stock, ours = (mode["routing"]["uniform"] for mode in kept["modes"])
     (low, _, high), (least, _, most) = (each["latency_s"]["64"]["16"] for each in (stock, ours))
     page = (serve.ROOT / "vllm_moe_oracle" / "kernels" / "RESULTS.md").read_text().replace("\n  ", " ")
