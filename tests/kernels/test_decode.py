@@ -1,8 +1,9 @@
-"""What the kernels make of stored weights, without a GPU: the PTX of kernels/dequantize.py, run on the stored words.
+"""What the kernels make of stored weights, without a GPU: the PTX of their decoders, run on the stored words.
 
-`Registers` runs the instructions that dequantize.py has in its assembly, on 32-bit words and float64 with the rounding
-of the instruction. What the kernels do around them (mainloop.py: zero points, scales, powers of two a row) is written
-out here. The result must be the canonical weights, exact but for one rounding where group scales multiply the weights.
+The decoders are those of kernels/dequantize.py and fp8_dequantize.py. `run` runs the instructions of their assembly on
+32-bit words and float64, with the rounding of the instruction. What the kernels do around them (mainloop.py: zero
+points, scales, powers of two a row) is written out here. The result must be the canonical weights, exact but for one
+rounding where group scales multiply the weights.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_moe_oracle.kernels import dequantize, fp8_mxfp4_gemm  # noqa: E402
+from vllm_moe_oracle.kernels import dequantize, fp8_dequantize  # noqa: E402
 from vllm_moe_oracle.kernels import weights as kernel_weights  # noqa: E402
 from vllm_moe_oracle.kernels.weights import PackedMatrix, PackedWeights  # noqa: E402
 from vllm_moe_oracle.layouts import wgmma_fragments  # noqa: E402
@@ -59,8 +60,9 @@ BFLOAT16, FLOAT16 = Float(8, -133), Float(11, -24)
 
 
 def assembly(name: str, index: int = 0) -> str:
-    """The index-th assembly of a function of dequantize.py."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(dequantize, name).fn)))
+    """The index-th assembly of a function of dequantize.py or fp8_dequantize.py."""
+    function = getattr(dequantize, name, None) or getattr(fp8_dequantize, name)
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "inline_asm" in ast.unparse(node.func)]
     texts = [call.args[0].value for call in sorted(calls, key=lambda call: call.lineno)]  # type: ignore[attr-defined]
     return str(texts[index])
@@ -154,8 +156,8 @@ def as_e4m3(weights: PackedWeights, matrix: PackedMatrix) -> np.ndarray:
     scales = matrix.scales[0].view(torch.uint8).numpy().reshape(chunks, -1, 4, 8, 2, 4)
     scales = scales.transpose(0, 1, 5, 2, 3, 4).reshape(chunks, -1, 4, 8, 2)[:, : 2 * columns]  # of 32 columns
     scales = scales.reshape(chunks, columns, 2, 4, 8, 2).repeat(2, 2).transpose(5, 0, 1, 3, 4, 2)[..., None, :]
-    constants = fp8_mxfp4_gemm._LOW_TABLE, fp8_mxfp4_gemm._HIGH_TABLE
-    steps = fp8_mxfp4_gemm._LOW_BINADE, fp8_mxfp4_gemm._HIGH_BINADE
+    constants = fp8_dequantize.LOW_TABLE, fp8_dequantize.HIGH_TABLE
+    steps = fp8_dequantize.LOW_BINADE, fp8_dequantize.HIGH_BINADE
     inputs = {"$2": words, "$11": np.full_like(words, 16)}
     for first, (table, step) in zip((3, 7), zip(constants, steps, strict=True), strict=True):
         made = (scales.astype(np.int64) * step.value + table.value & 0xFFFFFFFF).astype(np.uint32)
@@ -168,7 +170,7 @@ def as_e4m3(weights: PackedWeights, matrix: PackedMatrix) -> np.ndarray:
         values = torch.from_numpy(values).view(torch.float8_e4m3fn).double().numpy()
         result[:, :, half, ..., (2 * t + 1, 2 * t + 9, 2 * t, 2 * t + 8)[byte]] = values.transpose(0, 2, 3, 1, 4)
     decoded = result.reshape(chunks * 64, columns * 64)[:, : matrix.columns]
-    return decoded * fp8_mxfp4_gemm._EXCESS.value * matrix.row_scale[0].double().numpy()[:, None]
+    return decoded * fp8_dequantize.EXCESS.value * matrix.row_scale[0].double().numpy()[:, None]
 
 
 def group_halves(words: Words) -> Words:

@@ -7,6 +7,7 @@ memory, nothing on the stack, nothing exchanged between lanes in the epilogue, r
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,26 +24,36 @@ KERNELS = ["count_slots", "scan_chunks", "place_slots", "quantize_rows", "produc
            "sum_topk_strips"]  # fmt: skip
 
 
-def check(found: list[Launch]) -> None:
-    """Compiles all and reads the products' machine code."""
+def products(found: list[Launch], most_stack: Callable[[dict[str, Any]], int] = lambda options: 0) -> Iterator[Any]:
+    """Compiles all; of each product, whose results are stored alike, its name and its machine code.
+
+    Args:
+        found: a layer's launches.
+        most_stack: bytes of stack a thread that a kernel with these options may have.
+    """
     assert [kernel.__name__ for kernel, _, _ in found] == KERNELS
     for kernel, args, kwargs in found:
         compiled, log = compile_with_log((kernel, args, kwargs))
         cubin, name = compiled.asm["cubin"], f"{kernel.__name__}, {kwargs}"
         stack = stack_bytes(cubin)
-        assert stack == 0, f"{name} spills {stack} bytes a thread"
+        assert stack <= most_stack(kwargs), f"{name} spills {stack} bytes a thread"
         assert compiled.metadata.shared <= 227 * 1024
         if kernel.__name__ != "product":
             continue
         code, _ = disassemble(cubin)
-        # Two groups of warps, tiles of 256 and 128 weight rows, four products of 32 columns in a step of 128.
-        for width in (256, 128):
-            assert len(re.findall(rf"QGMMA\.64x{width}x32\.F32\.E4M3\.E4M3", code)) == 8, f"{name}: {width} rows"
-        assert len(re.findall(r"\bUTMALDG", code)) == 4, f"{name}: copies"
-        assert not re.search(r"\bSHFL\b", code), f"{name}: lanes exchange results"
+        assert not re.search(r"\bSHFL\b", code), f"{name}: lanes exchange codes or results"
         stores = re.findall(r"\bSTG\.E\S*", code)
         assert stores and all(".128" in store for store in stores), f"{name}: {set(stores)}"
         assert "serialized" not in log, f"{name}: products in single file"
+        yield name, code
+
+
+def check(found: list[Launch]) -> None:
+    """Two groups of warps, tiles of 256 and 128 weight rows, four products of 32 columns in a step of 128."""
+    for name, code in products(found):
+        for width in (256, 128):
+            assert len(re.findall(rf"QGMMA\.64x{width}x32\.F32\.E4M3\.E4M3", code)) == 8, f"{name}: {width} rows"
+        assert len(re.findall(r"\bUTMALDG", code)) == 4, f"{name}: copies"
 
 
 def test_kernels_compile() -> None:
@@ -50,27 +61,18 @@ def test_kernels_compile() -> None:
 
 
 def check_mxfp4(found: list[Launch]) -> None:
-    """As `check`, of kernels whose weights are in registers: tiles of four widths, two of 64 and 128 tokens."""
-    assert [kernel.__name__ for kernel, _, _ in found] == KERNELS
-    for kernel, args, kwargs in found:
-        compiled, log = compile_with_log((kernel, args, kwargs))
-        cubin, name = compiled.asm["cubin"], f"{kernel.__name__}, {kwargs}"
-        stack = stack_bytes(cubin)
+    """Two groups of warps, tiles of four widths, two of which take products of 128 or 64 tokens, four products of 32
+    columns in a step of 128. The first operand is in registers, which nothing writes while a product may read them."""
+
+    def most_stack(options: dict[str, Any]) -> int:
         # Triton 3.9 keeps 32 bytes in the second product without biases; 3.6 and 3.8 none.
-        assert stack <= (32 if kwargs.get("DOWN") and not kwargs["HAS_BIAS"] else 0), f"{name} spills {stack} bytes"
-        assert compiled.metadata.shared <= 227 * 1024
-        if kernel.__name__ != "product":
-            continue
-        code, _ = disassemble(cubin)
-        # Two groups of warps, four products of 32 columns in a step of 128; the first operand is in registers.
+        return 32 if options.get("DOWN") and not options["HAS_BIAS"] else 0
+
+    for name, code in products(found, most_stack):
         for width, tiles in ((256, 1), (128, 2), (64, 2)):
-            found_here = len(re.findall(rf"QGMMA\.64x{width}x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code))
-            assert found_here == 8 * tiles, f"{name}: {width} tokens, {found_here} products"
+            count = len(re.findall(rf"QGMMA\.64x{width}x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code))
+            assert count == 8 * tiles, f"{name}: {width} tokens, {count} products"
         assert not overwritten_in_flight(code), name
-        assert not re.search(r"\bSHFL\b", code), f"{name}: lanes exchange codes"
-        stores = re.findall(r"\bSTG\.E\S*", code)
-        assert stores and all(".128" in store for store in stores), f"{name}: {set(stores)}"
-        assert "serialized" not in log, f"{name}: products in single file"
 
 
 def test_kernels_of_mxfp4_compile() -> None:

@@ -147,6 +147,8 @@ def calls() -> dict[str, list[Launch]]:
         (544, 96, "relu2", False, torch.bfloat16),
     ):
         found[f"fp8 {activation} {dtype}"] = fp8_launches(hidden, inner, activation, bias, dtype)
+        if dtype == torch.bfloat16 and activation != "relu2":
+            found[f"fp8 {activation} mxfp4"] = fp8_launches(hidden, inner, activation, bias, format="mxfp4")
     return found
 
 

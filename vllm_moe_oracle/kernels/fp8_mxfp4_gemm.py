@@ -3,8 +3,9 @@
 They read the stored weights of `gemm.py`, four bits each. One program runs on each multiprocessor and computes one tile
 after the other: 128 weight rows and up to 256 tokens, in steps of 128 columns. Four producer warps ask for steps,
 `STAGES` ahead and across tiles. Two consumer groups of four warps multiply 64 weight rows each. They decode weights to
-e4m3 in registers (`dequantize.e2m1_e4m3`), half a step at a time: the second half while the matrix unit has the first.
-Decoding is what limits these kernels, so a tile has as many tokens as the accumulator can hold.
+e4m3 in registers (`fp8_dequantize.e2m1_e4m3`), half a step at a time: the second half while the first is multiplied.
+Decoding costs a third of the time in tiles of 128 tokens (EXPERIMENTS.md), so a tile has as many tokens as the
+accumulator can hold.
 
 x is e4m3 with one scale per token, in the order of `sorted`. A stored scale of weights says by how many binades it is
 below the largest of its row. Codes of up to `wgmma_fragments.MAX_E4M3_SPREAD` binades are normal numbers of e4m3, so
@@ -20,10 +21,10 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .dequantize import e2m1_e4m3
-from .epilogue import activate, activate_ungated
+from .fp8_dequantize import EXCESS, HIGH_BINADE, HIGH_TABLE, LOW_BINADE, LOW_TABLE, e2m1_e4m3
 from .fp8_gemm import TILE_LAYOUT
 from .persistent import advance, begin_tiles, load_padded, skip_tile, take_tile, tma_copy
+from .prefill import mma_widths, store_tile
 
 # Weight rows of one group of warps (of two), columns of a step, most tokens of a tile.
 GROUP_ROWS = gl.constexpr(64)
@@ -38,24 +39,6 @@ _X_LAYOUT = gl.constexpr(TILE_LAYOUT)
 _CODES_LAYOUT = gl.constexpr(CODES_LAYOUT)
 _SCALES_LAYOUT = gl.constexpr(SCALES_LAYOUT)
 
-# e4m3 of the magnitudes of e2m1 codes 0 to 3 and 4 to 7 under the largest scale, stored as 254, and what one binade
-# changes: the exponents of all but zero. As signed words, less the change of 254 binades.
-_BINADE = (0x08080800, 0x08080808)
-_TABLE = (0x6C686000, 0x7C787470)
-
-
-def _signed(word: int) -> int:
-    word &= 0xFFFFFFFF
-    return word - (1 << 32) if word >> 31 else word
-
-
-_LOW_TABLE = gl.constexpr(_signed(_TABLE[0] - 254 * _BINADE[0]))
-_HIGH_TABLE = gl.constexpr(_signed(_TABLE[1] - 254 * _BINADE[1]))
-_LOW_BINADE = gl.constexpr(_BINADE[0])
-_HIGH_BINADE = gl.constexpr(_BINADE[1])
-# What decoded weights exceed those of `PackedMatrix.row_scale` by: there 254 stands for 2, here for 64.
-_EXCESS = gl.constexpr(2.0**-5)
-
 
 @gluon.constexpr_function
 def accumulator_layout(BM):
@@ -67,12 +50,6 @@ def accumulator_layout(BM):
 def operand_layout(BM):
     """The weights in registers, as the first operand of the product with `accumulator_layout(BM)`."""
     return gl.DotOperandLayout(0, accumulator_layout(BM), 4)
-
-
-@gluon.constexpr_function
-def mma_widths(BM):
-    """The widths, powers of two, of the one or two products that a block of BM tokens takes; 0 for no second one."""
-    return (128, 64) if BM == 192 else (BM, 0)
 
 
 @gluon.constexpr_function
@@ -144,8 +121,8 @@ def decode_half(memory, stage, HALF: gl.constexpr, WARPGROUP: gl.constexpr, DOT:
     words = memory[2].index(stage).slice(WARPGROUP, 1).load(scales_layout()) >> (16 * HALF)
     scale = gl.join(words & 0xFF, (words >> 8) & 0xFF).reshape(4, 8, 2, 2).permute(0, 1, 3, 2)
     scale = gl.convert_layout(scale, ROW, assert_trivial=True)
-    low, _ = gl.broadcast(spread(scale * _LOW_BINADE + _LOW_TABLE), packed)
-    high, _ = gl.broadcast(spread(scale * _HIGH_BINADE + _HIGH_TABLE), packed)
+    low, _ = gl.broadcast(spread(scale * LOW_BINADE + LOW_TABLE), packed)
+    high, _ = gl.broadcast(spread(scale * HIGH_BINADE + HIGH_TABLE), packed)
     a, b = e2m1_e4m3(packed, low, high, memory[9])
     w = gl.join(a, b).permute(0, 7, 1, 3, 4, 2, 5, 6).reshape(GROUP_ROWS, BK // 2)
     return gl.convert_layout(w, DOT, assert_trivial=True)
@@ -184,63 +161,28 @@ def multiply_tile(memory, stage, phase, columns, WARPGROUP: gl.constexpr, STAGES
 
 
 @gluon.jit
-def store_tile(acc, scales, results, values, slots, out_ptr, width, first, start, rows, OFFSET: gl.constexpr, alpha,
-               beta, limit, AT: gl.constexpr, HAS_BIAS: gl.constexpr, ROUTER_WEIGHT: gl.constexpr, DOWN: gl.constexpr,
-               GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr):  # fmt: skip
-    """Epilogue of acc, float32 [64, BM]: the weight rows from `first` on, the block's tokens from OFFSET on.
+def store_scaled(acc, results, by_row, by_token, slots, out_ptr, width, first, start, rows, OFFSET: gl.constexpr,
+                 alpha, beta, limit, WARPGROUP: gl.constexpr, HAS_BIAS: gl.constexpr, ROUTER_WEIGHT: gl.constexpr,
+                 DOWN: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
+                 HAS_LIMIT: gl.constexpr):  # fmt: skip
+    """`prefill.store_tile` of acc times the tokens' scales, at most 128 tokens at a time.
 
-    ROUTER_WEIGHT: router weights multiply, after the bias if DOWN, else before it. DOWN: rows of out are slots, else
-    positions. In shared memory: values, float32 [6, 256], has the rows' scales and biases and the block's router
-    weights from row AT on; scales, float32 [256], the tokens' scales; slots, int32 [256], their slots; results, 16-bit
-    [128, OUT], transposes the tile between the lanes, so that a lane stores neighboring columns of one token.
+    In shared memory: by_row, float32 [4, 64], has the scales and biases of the group's rows from row 2 * WARPGROUP on;
+    by_token, float32 [4, 256], the tokens' scales and router weights there.
     """
-    BM: gl.constexpr = acc.shape[1]
-    MMA: gl.constexpr = acc.type.layout
-    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
-    OUT: gl.constexpr = GROUP_ROWS // 2 if GATED else GROUP_ROWS
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // OUT, OUT // 8], [4, 1], [1, 0])
-    acc = acc * _EXCESS * scales.slice(OFFSET, BM).load(gl.SliceLayout(0, MMA)).expand_dims(0)
-    acc = acc * values.index(AT).slice(0, GROUP_ROWS).load(gl.SliceLayout(1, MMA)).expand_dims(1)
-    if ROUTER_WEIGHT:
-        router = values.index(AT + 2).slice(OFFSET, BM).load(gl.SliceLayout(0, MMA)).expand_dims(0)
-    if ROUTER_WEIGHT and not DOWN:
-        acc = acc * router
-    if HAS_BIAS:
-        acc = acc + values.index(AT + 1).slice(0, GROUP_ROWS).load(gl.SliceLayout(1, MMA)).expand_dims(1)
-    if ROUTER_WEIGHT and DOWN:
-        acc = acc * router
-    if GATED:
-        gate, up = gl.split(acc.reshape(GROUP_ROWS // 16, 2, 8, BM).permute(0, 2, 3, 1))
-        value = activate(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT).to(DTYPE).reshape(OUT, BM)
-        first = first // 2
-    elif not DOWN:
-        value = activate_ungated(acc, ACTIVATION).to(DTYPE)
-    else:
-        value = acc.to(DTYPE)
-    staged = results.slice(0, BM)
-    staged.store(value.permute((1, 0)))
-    value = staged.load(STORE)
-    i = OFFSET + gl.arange(0, BM, layout=gl.SliceLayout(1, STORE))
-    row = slots.slice(OFFSET, BM).load(gl.SliceLayout(1, STORE)) if DOWN else start + i
-    column = first + gl.arange(0, OUT, layout=gl.SliceLayout(0, STORE)).expand_dims(0)
-    ptrs = out_ptr + row.to(gl.int64).expand_dims(1) * width + column
-    gl.store(ptrs, value, mask=(i < rows).expand_dims(1) & (column < width))
-
-
-@gluon.jit
-def store_parts(acc, scales, results, values, slots, out_ptr, width, first, start, rows, OFFSET: gl.constexpr, alpha,
-                beta, limit, AT: gl.constexpr, HAS_BIAS: gl.constexpr, ROUTER_WEIGHT: gl.constexpr, DOWN: gl.constexpr,
-                GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr):  # fmt: skip
-    """`store_tile` for at most 128 tokens at a time, without moving anything between lanes."""
     if acc.shape[1] > 128:
+        # Without moving anything between lanes.
         left, right = gl.split(acc.reshape(GROUP_ROWS, 2, 128).permute(0, 2, 1))
-        store_tile(left, scales, results, values, slots, out_ptr, width, first, start, rows, OFFSET, alpha, beta,
-                   limit, AT, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
-        store_tile(right, scales, results, values, slots, out_ptr, width, first, start, rows, OFFSET + 128, alpha,
-                   beta, limit, AT, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
+        store_scaled(left, results, by_row, by_token, slots, out_ptr, width, first, start, rows, OFFSET, alpha, beta,
+                     limit, WARPGROUP, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
+        store_scaled(right, results, by_row, by_token, slots, out_ptr, width, first, start, rows, OFFSET + 128, alpha,
+                     beta, limit, WARPGROUP, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
     else:
-        store_tile(acc, scales, results, values, slots, out_ptr, width, first, start, rows, OFFSET, alpha, beta, limit,
-                   AT, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
+        AT: gl.constexpr = 2 * WARPGROUP
+        scales = by_token.index(AT).slice(OFFSET, acc.shape[1]).load(gl.SliceLayout(0, acc.type.layout))
+        acc = acc * EXCESS * scales.expand_dims(0)
+        store_tile(acc, results, by_row, by_token, slots, out_ptr, width, first, start, rows, OFFSET, alpha, beta,
+                   limit, AT, AT + 1, True, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
 
 
 @gluon.jit
@@ -262,22 +204,20 @@ def compute_tile(memory, stage, phase, row_scale_ptr, bias_ptr, out_ptr, scale_p
     if DOWN:
         slot = load_padded(sorted_ptr + start, rows, 256)
     acc, acc_rest, stage, phase = multiply_tile(memory, stage, phase, columns, WARPGROUP, STAGES, BM)
-    results, values, slots = memory[5].index(WARPGROUP), memory[6], memory[7].index(WARPGROUP)
-    scales = memory[8].index(WARPGROUP)
-    AT: gl.constexpr = WARPGROUP * 3
-    values.index(AT).slice(0, GROUP_ROWS).store(factor)
-    scales.store(scale)
+    results, by_row, by_token, slots = memory[5].index(WARPGROUP), memory[6], memory[7], memory[8].index(WARPGROUP)
+    by_row.index(2 * WARPGROUP).store(factor)
+    by_token.index(2 * WARPGROUP).store(scale)
     if HAS_BIAS:
-        values.index(AT + 1).slice(0, GROUP_ROWS).store(bias)
+        by_row.index(2 * WARPGROUP + 1).store(bias)
     if ROUTER_WEIGHT:
-        values.index(AT + 2).store(router)
+        by_token.index(2 * WARPGROUP + 1).store(router)
     if DOWN:
         slots.store(slot)
-    store_parts(acc, scales, results, values, slots, out_ptr, width, first, start, rows, 0, alpha, beta, limit, AT,
-                HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
+    store_scaled(acc, results, by_row, by_token, slots, out_ptr, width, first, start, rows, 0, alpha, beta, limit,
+                 WARPGROUP, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
     if SECOND > 0:
-        store_parts(acc_rest, scales, results, values, slots, out_ptr, width, first, start, rows, FIRST, alpha, beta,
-                    limit, AT, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
+        store_scaled(acc_rest, results, by_row, by_token, slots, out_ptr, width, first, start, rows, FIRST, alpha, beta,
+                     limit, WARPGROUP, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
     return stage, phase
 
 
@@ -323,8 +263,7 @@ def consumer(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, so
 @gluon.jit
 def allocate_ring(sixteen, DTYPE: gl.constexpr, OUT: gl.constexpr, STAGES: gl.constexpr):
     """Shared memory: x, codes and scales of the stages, their barriers (full, empty); then, for the end of each group's
-    tile, what `store_tile` reads: results, values, slots and the tokens' scales; and `sixteen`. OUT: columns of one
-    group's result.
+    tile, what `store_scaled` reads: results, by_row, by_token, slots; and `sixteen`. OUT: columns of a group's result.
     """
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 256, BK], _X_LAYOUT)
@@ -336,10 +275,10 @@ def allocate_ring(sixteen, DTYPE: gl.constexpr, OUT: gl.constexpr, STAGES: gl.co
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     results = gl.allocate_shared_memory(DTYPE, [2, 128, OUT], gl.NVMMASharedLayout(OUT * 2, 16, 2))
-    values = gl.allocate_shared_memory(gl.float32, [6, 256], LINE)
+    by_row = gl.allocate_shared_memory(gl.float32, [4, GROUP_ROWS], LINE)
+    by_token = gl.allocate_shared_memory(gl.float32, [4, 256], LINE)
     slots = gl.allocate_shared_memory(gl.int32, [2, 256], LINE)
-    scales = gl.allocate_shared_memory(gl.float32, [2, 256], LINE)
-    return x_smem, w_smem, s_smem, full, empty, results, values, slots, scales, sixteen
+    return x_smem, w_smem, s_smem, full, empty, results, by_row, by_token, slots, sixteen
 
 
 @gluon.jit(do_not_specialize=["max_blocks", "tiles", "alpha", "beta", "limit", "sixteen"])

@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def in_fragment_order(codes, BLOCK: tl.constexpr):
-    """Codes in the order of `dequantize.e2m1_e4m3`: of 16 columns 2t + 1, 2t + 9, 2t and 2t + 8, t by t."""
+    """Codes in the order of `fp8_dequantize.e2m1_e4m3`: of 16 columns 2t + 1, 2t + 9, 2t and 2t + 8, t by t."""
     even, odd = tl.split(codes.reshape(BLOCK // 16, 2, 4, 2))
     return tl.join(odd, even).trans(0, 2, 3, 1).reshape(BLOCK)
 

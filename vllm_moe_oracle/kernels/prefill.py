@@ -96,7 +96,8 @@ def scales_copy_layout(groups, words):
 @gluon.constexpr_function
 def mma_widths(BM):
     """The widths, powers of two, of the one or two products that a block of BM tokens takes; 0 for no second one."""
-    return (64, 32) if BM == 96 else (BM, 0)
+    first = 1 << (BM.bit_length() - 1)
+    return first, BM - first
 
 
 @gluon.jit
@@ -310,35 +311,36 @@ def load_addend(addend_ptr, results, slots, stride, first, width, rows, offset, 
 
 
 @gluon.jit
-def store_tile(acc, results, values, slots, out_ptr, width, first, start, rows, offset, alpha, beta, limit,
-               AT: gl.constexpr, HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, ROUTER_WEIGHT: gl.constexpr,
-               DOWN: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr,
-               addend_ptr=None, slot_out_ptr=None):  # fmt: skip
-    """Epilogue of acc, float32 [128, BM]: the weight rows from `first` on, the block's tokens from `offset` on.
+def store_tile(acc, results, by_row, by_token, slots, out_ptr, width, first, start, rows, offset, alpha, beta, limit,
+               AT: gl.constexpr, ROUTER_AT: gl.constexpr, HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr,
+               ROUTER_WEIGHT: gl.constexpr, DOWN: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
+               HAS_LIMIT: gl.constexpr, addend_ptr=None, slot_out_ptr=None):  # fmt: skip
+    """Epilogue of acc, float32 [R, BM]: the weight rows from `first` on, the block's tokens from `offset` on.
 
     ROUTER_WEIGHT: router weights multiply, after the bias if DOWN, else before it. DOWN: rows of out are slots, else
-    positions. In shared memory: values, float32 [6, 128], has the rows' scales and biases and the block's router weights
-    from row AT on; slots, int32 [128], has the block's slots; results, 16-bit [128, OUT], transposes the tile between
-    the lanes, so that a lane stores neighboring columns of one token. addend: as in `epilogue.store_activated`; the
-    rows then go to slot_out, too, which has them in the order of slots.
+    positions. In shared memory: by_row, float32 [., R], has the rows' scales and biases from row AT on; by_token, float32
+    [., tokens of a block], the router weights in row ROUTER_AT; slots, int32, the block's slots; results, 16-bit [128,
+    OUT], transposes the tile between the lanes, so that a lane stores neighboring columns of one token. addend: as in
+    `epilogue.store_activated`; the rows then go to slot_out, too, which has them in the order of slots.
     """
+    R: gl.constexpr = acc.shape[0]
     BM: gl.constexpr = acc.shape[1]
     MMA: gl.constexpr = acc.type.layout
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
-    OUT: gl.constexpr = GROUP_ROWS // 2 if GATED else GROUP_ROWS
+    OUT: gl.constexpr = R // 2 if GATED else R
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // OUT, OUT // 8], [4, 1], [1, 0])
     if HAS_ROW_SCALE:
-        acc = acc * values.index(AT).load(gl.SliceLayout(1, MMA)).expand_dims(1)
+        acc = acc * by_row.index(AT).load(gl.SliceLayout(1, MMA)).expand_dims(1)
     if ROUTER_WEIGHT:
-        router = values.index(AT + 2).slice(offset, BM).load(gl.SliceLayout(0, MMA)).expand_dims(0)
+        router = by_token.index(ROUTER_AT).slice(offset, BM).load(gl.SliceLayout(0, MMA)).expand_dims(0)
     if ROUTER_WEIGHT and not DOWN:
         acc = acc * router
     if HAS_BIAS:
-        acc = acc + values.index(AT + 1).load(gl.SliceLayout(1, MMA)).expand_dims(1)
+        acc = acc + by_row.index(AT + 1).load(gl.SliceLayout(1, MMA)).expand_dims(1)
     if ROUTER_WEIGHT and DOWN:
         acc = acc * router
     if GATED:
-        gate, up = gl.split(acc.reshape(GROUP_ROWS // 16, 2, 8, BM).permute(0, 2, 3, 1))
+        gate, up = gl.split(acc.reshape(R // 16, 2, 8, BM).permute(0, 2, 3, 1))
         if addend_ptr is not None:
             gate, up = gate.reshape(OUT, BM), up.reshape(OUT, BM)
             H: gl.constexpr = gate.type.layout
@@ -400,11 +402,13 @@ def compute_tile(memory, stage, phase, row_scale_ptr, bias_ptr, out_ptr, sorted_
         values.index(AT + 2).store(router)
     if DOWN or addend_ptr is not None:
         slots.store(slot)
-    store_tile(acc, results, values, slots, out_ptr, width, first, start, rows, 0, alpha, beta, limit,
-               AT, HAS_ROW_SCALE, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, addend_ptr, slot_out_ptr)  # fmt: skip
+    store_tile(acc, results, values, values, slots, out_ptr, width, first, start, rows, 0, alpha, beta, limit,
+               AT, AT + 2, HAS_ROW_SCALE, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, addend_ptr,
+               slot_out_ptr)  # fmt: skip
     if SECOND > 0:
-        store_tile(acc_rest, results, values, slots, out_ptr, width, first, start, rows, FIRST, alpha, beta, limit,
-                   AT, HAS_ROW_SCALE, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, addend_ptr, slot_out_ptr)  # fmt: skip
+        store_tile(acc_rest, results, values, values, slots, out_ptr, width, first, start, rows, FIRST, alpha, beta, limit,
+                   AT, AT + 2, HAS_ROW_SCALE, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, addend_ptr,
+                   slot_out_ptr)  # fmt: skip
     return stage, phase
 
 
