@@ -6,8 +6,6 @@ line is a `BenchRecord`: the times of all backends of one layer at one number of
 
 from __future__ import annotations
 
-import contextlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,19 +133,6 @@ class BenchRecord(msgspec.Struct, frozen=True, kw_only=True):
 def silence(seconds: float) -> str:
     """The failure of a backend that did not return in time."""
     return f"it did not come back within {seconds:.3g} s"
-
-
-_SILENCE = re.compile(r"did not come back within ([\d.e+]{1,10}) s")
-
-
-def silent_seconds(sample: Sample) -> float:
-    """How long a backend was waited for that did not return; 0 for a time or another failure."""
-    if sample.silent_seconds:
-        return sample.silent_seconds
-    found = _SILENCE.search(sample.failure)  # caches from before the field have the number in the words alone
-    with contextlib.suppress(ValueError):
-        return float(found[1]) if found is not None else 0.0
-    return 0.0
 
 
 def needs_longer(waited: float, seconds: float) -> bool:

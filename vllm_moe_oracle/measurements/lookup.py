@@ -29,7 +29,6 @@ from ..oracle.selection import equivalent_backends, evaluate_candidates
 from ..settings import Settings, cache_dir
 from ..untrusted import boundary
 from . import environment, latency_model, profile
-from .bench_records import silent_seconds
 from .environment import Environment
 from .kernel_shape import KernelShape, Sample, kernel_shape_of
 from .missing_times import Predict, fill_missing
@@ -337,7 +336,7 @@ def _silent_backends(samples: Iterable[Sample]) -> dict[str, float]:
     for each in samples:
         if each.failure:
             failed.setdefault(each.backend, []).append(each)
-    waited = {name: silent_seconds(_first_failure(found)) for name, found in failed.items()}
+    waited = {name: _first_failure(found).silent_seconds for name, found in failed.items()}
     return {name: seconds for name, seconds in waited.items() if seconds}
 
 

@@ -15,7 +15,7 @@ from ..core.objectives import Objective, parse_objective
 from ..core.problem import Problem
 from ..devices import detect
 from ..errors import MeasurementError
-from ..measurements.bench_records import needs_longer, silent_seconds
+from ..measurements.bench_records import needs_longer
 from ..measurements.environment import Environment
 from ..measurements.kernel_shape import kernel_shape_of
 from ..measurements.roofline import expert_bytes
@@ -101,7 +101,7 @@ def measure(
     first, last = silence_limits(settings.measure_at_start)
     here = Environment.of(device)
     waited = [
-        silent_seconds(each)
+        each.silent_seconds
         for there, samples in store.samples(kernel_shape_of(problem))
         if there == here
         for each in samples

@@ -17,7 +17,7 @@ from ..core.problem import Device, Problem
 from ..devices.detect import detect
 from ..errors import MeasurementError, mentions_out_of_memory
 from ..measurements import environment, latency_model
-from ..measurements.bench_records import needs_longer, silent_seconds
+from ..measurements.bench_records import needs_longer
 from ..measurements.environment import Environment
 from ..measurements.kernel_shape import KernelShape, RoutingKind, Sample, kernel_shape_of
 from ..measurements.profile import Profile
@@ -243,7 +243,7 @@ def _missing_steps(
         outcome.samples = [
             each
             for each in _known_samples(shape, Environment.of(device), store, known)
-            if not needs_longer(silent_seconds(each), math.inf if options.silence is None else options.silence)
+            if not needs_longer(each.silent_seconds, math.inf if options.silence is None else options.silence)
         ]
     measured = {each.key for each in outcome.samples}
     names = _without_failed(names, outcome)

@@ -179,7 +179,7 @@ def prepare_copies(method: DispatchMethod, raw: Tensors, registry: Registry | No
             raise SelfCheckError(rule, "Restart, or reload other weights", problem.layer)
         if of_weights and method.settings.self_check == "strict":
             rule = f"{name}, which was to run beside {method.backend.name}, rejects the weights: {rejection}"
-            raise SelfCheckError(rule, "Set allow_second_layout=0, or self_check=group", problem.layer)
+            raise SelfCheckError(rule, f"Set disable={name}, or self_check=group", problem.layer)
         if rejection:
             logger.error(
                 "moe_oracle: %s: %s cannot run beside %s, which runs alone: %s",
