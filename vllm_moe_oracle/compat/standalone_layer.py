@@ -9,8 +9,6 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import itertools
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -51,24 +49,24 @@ def join_alone(device_type: str) -> None:
     """
     if parallel_state.model_parallel_is_initialized():
         return
-    # A file, not a port: several such processes can run on one machine.
-    folder = tempfile.mkdtemp(prefix="moe-oracle-")
-    atexit.register(_leave, folder)
+    atexit.register(_leave)
     backend = "nccl" if device_type == "cuda" else "gloo"
-    parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, backend)
+    # vLLM takes a process group that exists. In memory: several such processes can run on one machine, and one that is
+    # killed leaves neither a port nor a file.
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # documented, but not in `__all__`
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    parallel_state.init_distributed_environment(1, 0, local_rank=0, backend=backend)
     parallel_state.initialize_model_parallel(1, 1)
     from vllm.v1.worker.workspace import init_workspace_manager
 
     init_workspace_manager(torch.device("cuda:0" if device_type == "cuda" else device_type))
 
 
-def _leave(folder: str) -> None:
+def _leave() -> None:
     """Ends the groups. Without it NCCL ends after Python, and can wait for minutes (torch 2.11)."""
-    try:
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
 
 
 def vllm_config(device_type: str, max_num_tokens: int, moe_backend: str = "auto") -> Any:
