@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ BATCHES = (1, 4, 16, 32)
 SWITCH = 11
 """Between 8 and 16, in the middle of their logarithms."""
 OWN_KERNELS = ("gate_up", "down", "down_loop_n", "down_fused_topk")
+FP8 = "hopper_mxfp4_w4a8"
+FEW_TOKENS = 480
+"""Most tokens that `FP8` leaves to another backend: 120 an expert, of 16 experts with 4 a token."""
+FP8_BATCHES = (4, FEW_TOKENS, FEW_TOKENS + 8)
 
 
 def samples() -> list[Sample]:
@@ -54,25 +59,18 @@ def cell(folder: str) -> KernelShape:
 
 def started(folder: str, **where: str) -> Any:
     """The model in vLLM, with measurements from somewhere."""
+    settings = {"allow_second_layout": True, "objective": "1:1,16:1,512:1", "min_time_saving": 0.03, **where}
+    return engine(folder, BATCHES, settings, max_num_batched_tokens=512)
+
+
+def engine(folder: str, batches: tuple[int, ...], settings: dict[str, Any], **more: Any) -> Any:
+    """The model in vLLM, with a graph for each number of prompts."""
     from vllm import LLM
 
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(batches)}
+    options = {"enforce_eager": False, "max_num_seqs": max(batches), "compilation_config": graphs, **more}
     return LLM(
-        model=folder,
-        dtype="bfloat16",
-        **run_generate.SMALL
-        | {
-            "enforce_eager": False,
-            "max_num_seqs": max(BATCHES),
-            "max_num_batched_tokens": 512,
-            "compilation_config": {
-                "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": list(BATCHES),
-            },
-        },
-        additional_config={
-            "moe_oracle": {"allow_second_layout": True, "objective": "1:1,16:1,512:1", "min_time_saving": 0.03, **where}
-        },
+        model=folder, dtype="bfloat16", **run_generate.SMALL | options, additional_config={"moe_oracle": settings}
     )
 
 
@@ -146,28 +144,65 @@ def test_a_restart_with_the_same_cache_decides_and_says_the_same(folder: str, tm
     assert store.path.read_bytes() == before  # serving writes nothing
 
 
+@pytest.fixture(scope="module")
+def seen_fp8(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("mxfp4")
+    return run(folder / "log", "watch_fp8", reload.write(folder, "mxfp4:auto", 0))
+
+
+def test_fp8_products_by_name_leave_few_tokens_to_16_bits(seen_fp8: dict[str, Any]) -> None:
+    """Both read the same tensors."""
+    steps = [["hopper_mxfp4", FEW_TOKENS], [FP8, None]]
+    assert seen_fp8["layers"] == [{"steps": steps, "dispatches": True, "copies": 0}] * 2
+
+
+@pytest.mark.parametrize("batch", FP8_BATCHES)
+def test_a_graph_above_them_holds_fp8_products(seen_fp8: dict[str, Any], batch: int) -> None:
+    found = seen_fp8["batches"][str(batch)]
+    assert found["text"] == [reload.ALPHABET] * batch
+    names = found["kernels"]
+    ran = {
+        FP8: sum(count for name, count in names.items() if name in ("product", "quantize_rows")),
+        "hopper_mxfp4": sum(count for name, count in names.items() if name in OWN_KERNELS),
+    }
+    steps = 2 * (reload.TOKENS - 1)
+    decoded, other = ("hopper_mxfp4", FP8) if batch <= FEW_TOKENS else (FP8, "hopper_mxfp4")
+    assert ran[decoded] >= steps and ran[other] < steps / 2, (ran, sorted(names))
+
+
 def watch(folder: str, path: str) -> dict[str, Any]:
     """The token ranges of layers with a profile, and the kernels that run for each number of prompts, with counts."""
+    return watched(started(folder, profile=path), BATCHES)
+
+
+def watch_fp8(folder: str) -> dict[str, Any]:
+    """The same with products in fp8, asked for by name."""
+    settings = {"backend": FP8, "allow_activation_quantization": True}
+    llm = engine(folder, FP8_BATCHES, settings, max_num_batched_tokens=4096, kv_cache_memory_bytes=256 << 20)
+    return watched(llm, FP8_BATCHES)
+
+
+def watched(llm: Any, batches: tuple[int, ...]) -> dict[str, Any]:
+    """What `watch` says of an engine."""
     from vllm import SamplingParams
 
-    llm = started(folder, profile=path)
     layers = [
         {"steps": steps_of(each), "dispatches": each.token_dispatch is not None, "copies": len(each.weight_copies)}
         for each in methods(llm)
     ]
     parameters = SamplingParams(max_tokens=reload.TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
-    batches = {}
-    for batch in BATCHES:
+    found = {}
+    for batch in batches:
         prompts = [{"prompt_token_ids": reload.PROMPT} for _ in range(batch)]
         llm.reset_prefix_cache()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
             outputs = llm.generate(prompts, parameters, use_tqdm=False)
         on_card = [event for event in profiled.events() if event.device_type == torch.profiler.DeviceType.CUDA]
-        batches[batch] = {
+        found[batch] = {
             "text": [list(each.outputs[0].token_ids) for each in outputs],
             "kernels": Counter(event.name for event in on_card),
         }
-    return {"layers": layers, "batches": batches}
+    return {"layers": layers, "batches": found}
 
 
 def say(folder: str, cache: str) -> dict[str, Any]:
@@ -186,5 +221,7 @@ def say(folder: str, cache: str) -> dict[str, Any]:
     }
 
 
+WATCHES: dict[str, Callable[..., dict[str, Any]]] = {"watch": watch, "watch_fp8": watch_fp8, "say": say}
+
 if __name__ == "__main__":
-    print("SAID " + json.dumps({"watch": watch, "say": say}[sys.argv[1]](*sys.argv[2:])), flush=True)
+    print("SAID " + json.dumps(WATCHES[sys.argv[1]](*sys.argv[2:])), flush=True)

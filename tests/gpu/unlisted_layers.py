@@ -123,6 +123,16 @@ HELD_OUT = (
     layer_of("int8_channel:hunyuan-large@tp4", integers(8, -1), 16, 1, 6400, 4576, tp=4),
     layer_of("int4_g128:llama-4-maverick@tp8", INT4, 128, 1, 5120, 1024, tp=8),
     layer_of("awq:grok-2@ep4", AWQ, 8, 2, 8192, 16384, ep=4),
+    layer_of("int4_g128:ernie-4.5-300b@tp4", INT4, 64, 8, 8192, 896, tp=4),
+    layer_of("mxfp4:qwen3-coder-480b@tp8", MXFP4, 160, 8, 6144, 320, tp=8),
+    layer_of("mxfp8:hunyuan-a13b@ep2", MXFP8, 64, 8, 4096, 3072, ep=2),
+    layer_of("awq:deepseek-v3@tp8", AWQ, 256, 8, 7168, 256, tp=8),
+    layer_of("gptq-act-order:mixtral-8x7b@ep4", integers(4, 128, "gptq", act_order="group"), 8, 2, 4096, 14336, ep=4),
+    layer_of("int8_g128:qwen3-235b-a22b@ep4", integers(8, 128), 128, 8, 4096, 1536, ep=4),
+    layer_of("int4_g64:phi-3.5-moe fp16@tp4", integers(4, 64), 16, 2, 4096, 1600, tp=4, dtype="float16"),
+    layer_of("mxfp8:granite-3b-moe", MXFP8, 40, 8, 1536, 512),
+    layer_of("mxfp4:dots1@ep2", MXFP4, 128, 6, 4096, 1408, ep=2),
+    layer_of("mxfp8:llama-4-maverick@ep8", MXFP8, 128, 1, 5120, 8192, ep=8),
 )
 """Layers that `fit_latency` and `merge_times` refuse, timed only if `--only` names them. Their times judge the choices
 of `tests.tools.oracle_quality`."""
