@@ -75,6 +75,36 @@ def test_every_kind_of_layer_is_built_and_right(ready: engine.BenchContext, name
     bench.close()
 
 
+class Replaying(timing.HostClock):
+    """Writes each output where the first was, as a CUDA graph does, or not at all."""
+
+    overwrites_output = True
+
+    def __init__(self, writes: bool) -> None:
+        self.writes = writes
+
+    def prepare(self, run: timing.Run) -> tuple[timing.Run, Any]:
+        output = run()
+
+        def replay() -> None:
+            if self.writes:
+                with torch.inference_mode():
+                    output.copy_(run())
+
+        return replay, output
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_an_output_that_replays_overwrite_is_checked(
+    ready: engine.BenchContext, writes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ready, "clock", Replaying(writes))
+    bench = ready.bench(LAYERS["mxfp8"], [Slowed("one", 1.0)])
+    (found,) = bench.measure(17, "uniform", 3)
+    assert found.failure == "" if writes else found.failure.startswith("MeasurementError: relative error nan, allowed")
+    bench.close()
+
+
 @pytest.mark.parametrize("fault", ["numbers", "nan", "conversion"])
 def test_what_is_wrong_is_not_timed(ready: engine.BenchContext, fault: str) -> None:
     bench = ready.bench(LAYERS["mxfp8"], [Slowed("right", 1.0), Slowed("wrong", 2.0, fault=fault)])

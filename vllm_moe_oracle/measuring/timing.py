@@ -48,7 +48,13 @@ class Timing:
 
 
 class CudaClock:
-    """Times CUDA graphs with CUDA events."""
+    """Times CUDA graphs with CUDA events.
+
+    Attributes:
+        overwrites_output: whether a function that `prepare` returns writes the output that came with it.
+    """
+
+    overwrites_output = True
 
     @cached_property
     def _flush_buffer(self) -> Tensor:
@@ -106,7 +112,9 @@ class CudaClock:
 
 
 class HostClock:
-    """Times on the CPU, without graphs or cold caches: for tests, not for results."""
+    """Times on the CPU, without graphs or cold caches: for tests, not for results. Attributes as of `CudaClock`."""
+
+    overwrites_output = False
 
     def prepare(self, run: Run) -> tuple[Run, Any]:
         """The function itself, and its output."""
