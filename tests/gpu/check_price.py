@@ -283,7 +283,7 @@ def parts_of_conversions(
     build: Callable[[], backend_table.Built], wait: Callable[[], object], profile: bool
 ) -> dict[str, Any]:
     """Conversions with their checks by parts, after two that compile; prints them, and a later layer's profile."""
-    from vllm_moe_oracle.methods import backend_check, load_caches
+    from vllm_moe_oracle.methods import load_caches, load_summary
 
     found: dict[str, Any] = {}
     # A later layer's call is of a few tokens, with a kernel that a first layer's may not need. What has no title is not
@@ -292,7 +292,7 @@ def parts_of_conversions(
         if is_new:
             load_caches.end_load()
         # With its last layer a load ends, and what was checked is forgotten: here every layer is the last one.
-        with mock.patch.object(backend_check, "reset"):
+        with mock.patch.object(load_summary, "end_load"):
             made = build()
             wait()
             parts = Parts()
@@ -311,7 +311,7 @@ def parts_of_conversions(
             print("   " + ", ".join(f"{each} {value:.1f}" for each, value in found[title].items()))
         made.close()
     if profile:
-        with mock.patch.object(backend_check, "reset"):
+        with mock.patch.object(load_summary, "end_load"):
             made = build()
             wait()
             print_profile(made.convert)

@@ -364,3 +364,18 @@ def test_every_script_for_a_gpu_starts_as_documented() -> None:
             words = [sys.executable, *command.split()[1:], "--help"]
             done = subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True)
             assert done.returncode == 0 and "usage:" in done.stdout, (command, done.stderr)
+
+
+@pytest.mark.full
+def test_the_price_of_a_check_is_found_without_a_gpu(tmp_path: Path) -> None:
+    """Parts before the conversion, and of the conversions of a first and a later layer."""
+    command = ["tests/gpu/check_price.py", "--device", "cpu", "--count", "1", "--json", str(tmp_path / "price.json")]
+    done = subprocess.run(
+        [sys.executable, *command, "--layer", "mxfp8:tiny_silu:cpu_dequantized"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (found,) = json.loads((tmp_path / "price.json").read_text())
+    assert min(found[title]["all"] for title in ("first layer of a kind", "later layer")) > 0
