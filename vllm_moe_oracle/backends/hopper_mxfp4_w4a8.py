@@ -64,7 +64,7 @@ class HopperMxfp4W4A8(HopperFp8Backend):
         return (
             f"row {row} of {name} has blocks whose scales are {int(spread[row])} binades below the row's largest, and "
             f"e4m3 holds weights of up to {MAX_E4M3_SPREAD}; {int((spread > MAX_E4M3_SPREAD).sum())} of "
-            f"{len(spread)} rows of this matrix are so. hopper_mxfp4 takes such weights, with activations left in "
+            f"{len(spread)} rows of this matrix exceed that. hopper_mxfp4 takes such weights, with activations left in "
             f"{problem.dtype}"
         )
 

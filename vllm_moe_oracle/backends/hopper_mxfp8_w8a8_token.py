@@ -80,8 +80,8 @@ class HopperMxfp8W8A8Token(HopperFp8Backend):
                     f"row {row} of {name}, whose scales go from 2**{int(scales.min()) - 127} to "
                     f"2**{int(scales.max()) - 127}, would be off by {float(errors[row]):.1e} of a block of 32 "
                     f"with one scale, and {MAX_BLOCK_ERROR:.1e} is allowed; "
-                    f"{int((errors > MAX_BLOCK_ERROR).sum())} of {len(errors)} rows of "
-                    f"this matrix are so. hopper_mxfp8 takes such weights, with activations left in {problem.dtype}"
+                    f"{int((errors > MAX_BLOCK_ERROR).sum())} of {len(errors)} rows of this "
+                    f"matrix exceed that. hopper_mxfp8 takes such weights, with activations left in {problem.dtype}"
                 )
         return ""
 

@@ -79,8 +79,8 @@ def _per_slot_tile(weights: PackedWeights, slots: float, rows: int, columns: int
     """The heuristic's tile with `per_slot`, by the weight rows that one SM reads.
 
     Few rows take narrow tiles, whose columns are shared among warps, so that every SM has enough loads in flight; many
-    take wide ones. The numbers of rows are from times of 45 to 69 configurations of 25 layers at 1, 2 and 4 tokens.
-    Beside the rule before, 241 calls are 1.10 times as fast, 0.92 to 1.53 (`tests/golden/h200/tile-rule-6.json`).
+    take wide ones. The numbers of rows are from times of 45 to 69 configurations of 25 layers at 1, 2 and 4 tokens
+    (`tests/golden/h200/tile-search-few.json`).
     """
     rows_per_sm = slots * rows / _SMS
     if tile := _loopless_tile(weights, rows_per_sm, columns, down):

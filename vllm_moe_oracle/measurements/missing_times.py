@@ -1,7 +1,7 @@
 """Times of backends at single numbers of tokens at which they were not measured and other backends of the layer were.
 
-Such a cell is missing where a time was taken out, because the kernel chooses another tile there now, or where memory
-did not suffice. Without it a curve would have a gap too wide to be compared, or its neighbors would stand for it.
+Such a cell is missing where the time belongs to a tile that the kernel does not choose there, or where memory did not
+suffice. Without it a curve would have a gap too wide to be compared, or its neighbors would stand for it.
 
 A missing time is the latency model's, times the ratio of measured to predicted time at the next numbers of tokens below
 and above, interpolated in logarithms; beyond the last one it is that one's ratio. Its error is the model's of a single

@@ -33,7 +33,7 @@ _WAIT_MARGIN = 30.0
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredLayer:
-    """A layer that was measured in this process, with the static choice and what became of it."""
+    """A layer that was measured in this process, with the static choice and the outcome."""
 
     problem: Problem
     static: str

@@ -206,7 +206,7 @@ def kept() -> Iterator[list[str]]:
 
     Yields:
         The names of the settings that were changed, once the context has ended without an exception. Drawing random
-        numbers is no change, seeding them is.
+        numbers does not count as a change, seeding them does.
     """
     changed: list[str] = []
     before = {name: read() for name, (read, _) in _SETTINGS.items()}
