@@ -61,12 +61,24 @@ def fused_moe_fp8(
     apply_router_weight_on_input: bool = False,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """out[t] = sum over j of topk_weights[t, j] * expert(topk_ids[t, j])(x[t]); returns out.
+    """Runs a layer as `fused_moe`, with products in fp8.
 
     x and h enter the products as e4m3 with one float32 scale a token (`fp8_quantize.quantize_rows`), h after it was
-    rounded to x's dtype. Arguments as those of `fused_moe`; weights: e4m3 with a scale per row, or MXFP4 as `fused_moe`
-    reads it in bfloat16, whose rows must keep `wgmma_fragments.MAX_E4M3_SPREAD`; workspace: `workspace_bytes`. Raises
-    ValueError on what does not fit.
+    rounded to x's dtype.
+
+    Args:
+        x: as of `fused_moe`; also `topk_weights`, `topk_ids`, the activation with its parameters, `out`, `expert_map`,
+            `apply_router_weight_on_input` and `pdl`.
+        weights: e4m3 with a float32 scale per row; or MXFP4 as `fused_moe` reads it in bfloat16, whose rows must keep
+            `wgmma_fragments.MAX_E4M3_SPREAD`.
+        workspace: scratch of at least `workspace_bytes(...)` bytes.
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: a tensor's shape, dtype or device does not fit, the workspace is too small, or the activation has no
+            kernel.
     """
     check_arguments(x, weights, topk_weights, topk_ids, activation, out)
     packed = isinstance(weights, PackedWeights)

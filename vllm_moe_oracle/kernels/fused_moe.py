@@ -36,7 +36,22 @@ _ALIGN = 256
 
 @dataclass(frozen=True)
 class WorkspaceLayout:
-    """Byte offsets of the parts of a workspace, its size in bytes, and the int32 elements of `counters`."""
+    """Where the parts of a workspace lie, in bytes from its start, and what it takes. A part that a configuration does
+    not need has no bytes. S is tokens times top-k.
+
+    Attributes:
+        h: the activation's output, x's dtype, `[S, intermediate]`.
+        partial: outputs of the second product by slot, x's dtype, `[S, hidden]`.
+        quantized: x after MXFP8, x's dtype, `[tokens, hidden]`; with quantized activations.
+        counts: slots by chunk and expert, int32; with a `PrefillConfig`.
+        sorted: slots in the order of their experts, int32, `[S]`; not with `per_slot`.
+        blocks: the blocks of slots of one expert, 16 bytes each; not with `per_slot`.
+        scratch: sums of the parts of K, float32, with a `LaunchConfig`; router weights in the order of `sorted`,
+            float32, with a `PrefillConfig`.
+        nbytes: size of the workspace.
+        counters: int32 elements of the counters that `fused_moe` takes.
+        token_counters: the first of these that counts a token's summed parts; those before it count parts of K.
+    """
 
     h: int
     partial: int
