@@ -3,6 +3,7 @@ layers that are left out."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -377,19 +378,21 @@ def test_an_invalid_scoring_function_is_refused_in_ascii(word: str, explain: Any
 
 # --- spellings of MXFP8 -----------------------------------------------------------------------------------------------
 
+LEGACY_MXFP8 = {"quant_algo": "MXFP8", "kv_cache_quant_algo": None, "exclude_modules": []}
+
 
 @pytest.mark.parametrize(
     ("quantization", "activations", "packing", "method"),
     [
         (MODELOPT, "mxfp8", "modelopt", "modelopt_mxfp8"),
         ({"quant_method": "modelopt", "quant_algo": "mxfp8"}, "mxfp8", "modelopt", "modelopt_mxfp8"),
-        ({"quant_method": "modelopt", "quantization": {"quant_algo": "MXFP8"}}, "mxfp8", "modelopt", "modelopt_mxfp8"),
+        ({"quant_method": "modelopt", "quantization": LEGACY_MXFP8}, "mxfp8", "modelopt", "modelopt_mxfp8"),
         ({"quant_method": "modelopt_mxfp8", "quant_algo": "MXFP8"}, "mxfp8", "modelopt", "modelopt_mxfp8"),
         ({"quant_method": "modelopt_mxfp8"}, "mxfp8", "modelopt", "modelopt_mxfp8"),
         ({"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}, "mxfp8", "modelopt", "mxfp8"),
         ({"quant_method": "mxfp8", "ignored_layers": None}, "mxfp8", "modelopt", "mxfp8"),
         (
-            {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": {"quant_algo": "MXFP8"}},
+            {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": LEGACY_MXFP8},
             "mxfp8", "modelopt", "modelopt_mxfp8",
         ),
         (MODELOPT | {"config_groups": {"group_0": group({"num_bits": 8})}}, "16bit", "modelopt", "modelopt_mxfp8"),
@@ -420,9 +423,24 @@ def test_older_modelopt_keeps_the_quantization_in_a_file_of_its_own(explain: Any
     assert (len(found.problems), found.unquantized) == (47, ("model.layers.0.mlp.experts",))
 
 
-def test_config_json_goes_before_the_other_file_as_in_vllm(explain: Any) -> None:
-    beside = {"quantization": {"quant_algo": "NVFP4"}}
-    assert explain(quantized(), hf_quant_config=beside).problems[0].scheme == MXFP8
+PLACES = ("quantization_config", "hf_quant_config.json", "text_config", "compression_config")
+"""Where vLLM looks for the quantization, in this order."""
+
+
+@pytest.mark.parametrize("places", list(itertools.combinations(PLACES, 2)), ids="-".join)
+def test_of_two_quantizations_the_one_that_vllm_takes_is_read(places: tuple[str, str], explain: Any) -> None:
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    data = config("qwen3-vl-30b-a3b")
+    data.pop("quantization_config", None)
+    beside = {}
+    for place, found in zip(places, (MODELOPT, gptq), strict=True):
+        if place == "hf_quant_config.json":
+            beside["hf_quant_config"] = found
+        elif place == "text_config":
+            data["text_config"]["quantization_config"] = found
+        else:
+            data[place] = found
+    assert explain(data, **beside).method == "modelopt_mxfp8"
 
 
 def test_a_bare_config_needs_no_folder(tmp_path: Path) -> None:

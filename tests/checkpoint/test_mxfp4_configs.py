@@ -205,6 +205,8 @@ def test_what_vllm_fails_without_is_told_of_quark_s_configs(explain: Any) -> Non
     assert not any("not set" in note for note in explain(QWEN3, whole).notes)
     (told,) = (note for note in explain(QWEN3, {**whole, "export": None, "exclude": None}).notes if "not set" in note)
     assert told.endswith("exclude, export are not set; vLLM fails without them")
+    (told,) = (note for note in explain(QWEN3, {**whole, "export": {}}).notes if "not set" in note)
+    assert told.endswith("export.kv_cache_group is not set; vLLM fails without it")
 
 
 @pytest.mark.parametrize(

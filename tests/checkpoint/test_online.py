@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ MXFP8 = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
 
 
 def written(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads((CONFIGS / "qwen3-30b-a3b.json").read_text()) | changes))
     return file
@@ -146,6 +148,8 @@ def test_vllms_other_names_for_a_checkpoint_are_taken(
     for name in names:
         found = find_moe_layers(config, online=name)
         assert found.problems == find_moe_layers(config).problems and found.method == name
+        stored = read_checkpoint(written(tmp_path / name, quantization_config={**quantization, "quant_method": name}))
+        assert dataclasses.replace(find_moe_layers(stored), notes=()) == dataclasses.replace(found, notes=())
     in_bytes = find_moe_layers(config, online="moe_wna16")
     assert {problem.scheme.packing for problem in in_bytes.problems} == {"moe_wna16"}
     assert {problem.scheme.zero_points for problem in in_bytes.problems} == {quantization["quant_method"] == "awq"}

@@ -67,10 +67,40 @@ from vllm_moe_oracle.quantization import MAX_SIMILAR_NOTES
             r"ffn_config.moe_num_experts describes its experts, .*; the experts are in mxfp8",
         ),
         ({"quantization_config": "MXFP8"}, "quantization_config is 'MXFP8', not an object"),
-        ({"quantization_config": {}}, "there is no quant_method. Known are auto-round, awq, "),
+        ({"quantization_config": {}}, "there is no quant_method. Known are auto-round, inc, awq, "),
         (
-            {"quantization_config": {"quant_method": "gptq_marlin"}},
-            "quant_method is 'gptq_marlin', vLLM's name and not one that checkpoints have. Known are auto-round, ",
+            {"quantization_config": {"quant_method": "moe_wna16"}},
+            "quant_method is moe_wna16, whose class in vLLM loads checkpoints of gptq and awq only. Known are auto-",
+        ),
+        *(
+            (
+                {"quantization_config": {"quant_method": word}},
+                f"quant_method is '{word.lower()}', which vLLM does not know: .* Write {known}",
+            )
+            for word, known in (
+                ("auto_round", "auto-round"),
+                ("GPTQ ", "gptq"),
+                ("gptq-marlin", "gptq_marlin"),
+                (" awq", "awq"),
+                ("gpt-oss-mxfp4", "gpt_oss_mxfp4"),
+                ("experts-int8", "experts_int8"),
+            )
+        ),
+        (
+            {"quantization_config": {"producer": {"name": "modelopt"}, "quant_algo": "MXFP8", "ignore": []}},
+            "there is no quant_method",
+        ),
+        ({"quantization_config": {"quantization": {"quant_algo": "MXFP8"}}}, "there is no quant_method"),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quantization": {"quant_algo": "mxfp8"}}},
+            "quantization has no kv_cache_quant_algo and no exclude_modules: vLLM refuses MXFP8 without",
+        ),
+        (
+            {
+                "quantization_config": compressed(group(INT4), format=PACKED)
+                | {"sparsity_config": {"targets": ["Linear"]}}
+            },
+            r"sparsity_config is for \['Linear'\]: vLLM reads no sparse weights",
         ),
         ({"quantization_config": {"quant_method": 8}}, "quant_method is 8, not a word"),
         ({"quantization_config": {"quant_method": "modelopt"}}, "there is no quant_algo"),

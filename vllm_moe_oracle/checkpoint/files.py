@@ -15,7 +15,7 @@ from . import mistral_params
 from .hub_cache import cached_snapshot, is_hub_name
 from .tensor_headers import has_nonzero_expert_biases
 
-_METHODS_WITH_BIASES = ("gptq", "awq")
+_METHODS_WITH_BIASES = ("gptq", "gptq_marlin", "auto_gptq", "awq", "awq_marlin", "auto_awq")
 """Formats whose methods look for biases of experts among a checkpoint's tensors."""
 
 MAX_CONFIG_BYTES = 32 << 20
@@ -153,23 +153,31 @@ def _text_config(top: Mapping[str, Any], file: Path) -> tuple[Mapping[str, Any],
 def _quantization_config(
     top: Mapping[str, Any], model: Mapping[str, Any], file: Path
 ) -> tuple[Mapping[str, Any], str] | None:
-    """The quantization config, from the place where vLLM would take it."""
-    beside = file.with_name("hf_quant_config.json") if file.name == "config.json" else None
+    """The quantization config, from the place where vLLM would take it: the first of ``quantization_config``, the file
+    beside, the language model's ``quantization_config``, and ``compression_config``."""
+    beside = file.with_name("hf_quant_config.json")
+    has_file = file.name == "config.json" and exists(beside)
     for part, field in (
         (top, "quantization_config"),
         (model, "quantization_config"),
         (top, "compression_config"),
     ):
         found = part.get(field)
+        own = part is top and field == "quantization_config"
+        if found is not None and not isinstance(found, Mapping):
+            raise CheckpointError(f"{field} is {short_repr(found)}, not an object", where=str(file))
+        # Older ModelOpt releases write the algorithm into config.json and its layers into the other file only.
+        if own and has_file and found is None:
+            return _read_json_object(beside), str(beside)
         if found is None:
             continue
-        if not isinstance(found, Mapping):
-            raise CheckpointError(f"{field} is {short_repr(found)}, not an object", where=str(file))
-        mixed = str(found.get("quant_algo", "")).upper() == "MIXED_PRECISION"
-        if mixed and "quantized_layers" not in found and beside is not None and exists(beside):
-            # Older ModelOpt releases write the algorithm into config.json and its layers into the other file only.
-            break
+        if own and has_file and _lacks_layers(found):
+            return {**_read_json_object(beside), "quant_method": found.get("quant_method")}, str(beside)
         return found, f"{file}, {field}"
-    if beside is not None and exists(beside):
-        return _read_json_object(beside), str(beside)
     return None
+
+
+def _lacks_layers(quantization: Mapping[str, Any]) -> bool:
+    """Whether a config of ModelOpt's mixed precision does not say which layer has which."""
+    mixed = str(quantization.get("quant_algo", "")).upper() == "MIXED_PRECISION"
+    return mixed and "quantized_layers" not in quantization

@@ -35,10 +35,12 @@ def _formats() -> Iterator[QuantConfigFormat]:
 _BY_METHOD = {method: each for each in _formats() for method in each.parsers}
 """The format of each ``quant_method``, with hyphens."""
 
+_HYPHENATED = ("auto-round", "compressed-tensors")
+_SPELLINGS = {each: each if each in _HYPHENATED else each.replace("-", "_") for each in _BY_METHOD}
+"""Each ``quant_method`` as vLLM spells it."""
+
 METHOD_ALIASES = {name: aliases for each in _BY_METHOD.values() for name, aliases in each.aliases.items()}
 """Names that vLLM's ``--quantization`` takes for a checkpoint besides vLLM's own name for it."""
-
-_VLLM_NAMES = {"inc", *METHOD_ALIASES, *(alias for aliases in METHOD_ALIASES.values() for alias in aliases)}
 
 ONLINE_SCHEMES = {
     "mxfp8": Scheme("mxfp8", 8, MX_BLOCK, "online", activations="mxfp8"),
@@ -71,23 +73,35 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """
     method = _quant_method(config, where)
     if method in _BY_METHOD:
+        _check_spelling(config, method, where)
         return _BY_METHOD[method].parsers[method](config, where)
-    remedy = f"{did_you_mean(method, _BY_METHOD)}Known are {', '.join(_BY_METHOD)}"
+    remedy = f"{did_you_mean(method, _SPELLINGS.values())}Known are {', '.join(_SPELLINGS.values())}"
     if not method:
         raise CheckpointError("there is no quant_method", remedy, where)
     # Not unsupported: vLLM would take the class that this package replaces.
-    if method.replace("-", "_") in _VLLM_NAMES:
-        rule = f"quant_method is {short_repr(config['quant_method'])}, vLLM's name and not one that checkpoints have"
+    if method == "moe-wna16":
+        rule = "quant_method is moe_wna16, whose class in vLLM loads checkpoints of gptq and awq only"
         raise CheckpointError(rule, remedy, where)
     return parse_unsupported(config, where)
 
 
 def _quant_method(config: Mapping[str, Any], where: str) -> str:
-    """The ``quant_method``, with hyphens. The hf_quant_config.json of older ModelOpt releases has none."""
+    """The ``quant_method``, with hyphens. The hf_quant_config.json of older ModelOpt releases has none: vLLM knows it
+    by its producer, and by ``quantization``."""
     method = read_string(config, "quant_method", where).replace("_", "-")
     producer = config.get("producer")
     by_modelopt = isinstance(producer, Mapping) and producer.get("name") == "modelopt"
-    return "modelopt" if not method and (by_modelopt or isinstance(config.get("quantization"), Mapping)) else method
+    return "modelopt" if not method and by_modelopt and isinstance(config.get("quantization"), Mapping) else method
+
+
+def _check_spelling(config: Mapping[str, Any], method: str, where: str) -> None:
+    """Refuses a ``quant_method`` that vLLM does not take for the method. It ignores case, takes every word for ModelOpt
+    that begins so, and an underscore in compressed-tensors."""
+    word = str(config.get("quant_method") or method).lower()
+    known = _SPELLINGS[method]
+    if word.replace("compressed_tensors", "compressed-tensors") != known and not word.startswith("modelopt"):
+        rule = f"quant_method is {short_repr(word)}, which vLLM does not know: a server does not start"
+        raise CheckpointError(rule, f"Write {known}", where)
 
 
 def config_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
@@ -100,7 +114,9 @@ def config_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
         return _shortened_notes(_BY_METHOD[method].notes(config, where))
     named = f"quant_method {short_repr(config['quant_method'])} is unknown here"
     return [
-        f"{named}: a server needs a vLLM, or a plugin, that has it. {did_you_mean(method, _BY_METHOD)}".rstrip(". ")
+        f"{named}: a server needs a vLLM, or a plugin, that has it. {did_you_mean(method, _SPELLINGS.values())}".rstrip(
+            ". "
+        )
     ]
 
 

@@ -281,5 +281,8 @@ def refused_linear(config: Mapping[str, Any], where: str) -> str:
 
 
 FORMAT = QuantConfigFormat(
-    {"auto-round": parse_config}, notes, vllm_method=lambda config, method: "inc", refused_linear=refused_linear
+    dict.fromkeys(("auto-round", "inc"), parse_config),
+    notes,
+    vllm_method=lambda config, method: "inc",
+    refused_linear=refused_linear,
 )

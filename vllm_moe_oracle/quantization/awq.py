@@ -8,6 +8,7 @@ from typing import Any
 from ..core.patterns import MatchBudget, NameParts
 from ..core.problem import Scheme
 from ..errors import CheckpointError
+from ..releases import min_versions
 from .fields import read_boolean, read_integer, read_names, read_string, short_repr
 from .single_experts import ExpertEntries, same_for_all
 from .types import UNLISTED, ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, Unlisted, shared_format
@@ -49,6 +50,8 @@ def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     """Notes for the user about a config that `parse_config` accepted, one sentence each."""
     if config.get("zero_point") is None:
         yield f"{where}: zero_point is not set: taken as true; vLLM refuses to serve without it"
+    if read_string(config, "quant_method", where) == "auto_awq":
+        yield f"{where}: vLLM before {min_versions.AUTO_AWQ} does not know quant_method auto_awq"
 
 
 def awq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
@@ -75,8 +78,9 @@ def awq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
 
 
 FORMAT = QuantConfigFormat(
-    {"awq": parse_config},
+    dict.fromkeys(("awq", "awq-marlin", "auto-awq"), parse_config),
     notes,
+    vllm_method=lambda config, method: method.replace("-", "_"),
     aliases={"awq": ("awq_marlin", "auto_awq", "moe_wna16")},
     module_list="modules_to_not_convert",
 )

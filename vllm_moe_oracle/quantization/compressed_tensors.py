@@ -34,6 +34,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     Where no name matches, the first target counts that means the class of the layer (`_target_of_class`); ``Linear``
     includes experts. A target in two groups belongs to the later one.
     """
+    _reject_sparsity(config, where)
     budget = MatchBudget(where)
     left = read_names(config, ("ignore",), where)
     ignored = _first_match(left, budget)
@@ -90,6 +91,14 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
         return found
 
     return lookup
+
+
+def _reject_sparsity(config: Mapping[str, Any], where: str) -> None:
+    """Refuses a config with sparse weights, for which every supported release of vLLM raises."""
+    sparsity = config.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("targets"):
+        rule = f"sparsity_config is for {short_repr(sparsity['targets'])}: vLLM reads no sparse weights"
+        raise CheckpointError(rule, "Serve a checkpoint without sparsity_config", where)
 
 
 Transform = tuple[str, Callable[[Iterable[str]], bool]]

@@ -24,7 +24,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
 
 
 FORMAT = QuantConfigFormat(
-    {"fp8": parse_config},
-    vllm_method=lambda config, method: "deepseek_v4_fp8" if config.get("expert_dtype") else method,
+    dict.fromkeys(("fp8", "deepseek-v4-fp8"), parse_config),
+    vllm_method=lambda config, method: "deepseek_v4_fp8" if config.get("expert_dtype") else method.replace("-", "_"),
     aliases={"deepseek_v4_fp8": ("fp8",)},
 )

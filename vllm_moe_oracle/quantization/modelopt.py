@@ -35,6 +35,8 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     fields = config if nested is None else nested
     method = read_string(config, "quant_method", where)
     algo = read_string(fields, "quant_algo", where).upper() or ("MXFP8" if method == "modelopt_mxfp8" else "")
+    if nested is not None and algo == "MXFP8":
+        _check_legacy_fields(nested, where)
     excluded = modelopt_exclusion_matcher(read_names(fields, (_exclusion_field(config),), where), where)
     if algo == "MIXED_PRECISION":
         return _mixed_precision_lookup(fields, excluded, where)
@@ -46,6 +48,16 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
         known = ", ".join(("MXFP8", "MIXED_PRECISION", *_UNSUPPORTED_ALGORITHMS))
         raise CheckpointError(f"unknown quant_algo {short_repr(algo)}", f"Known are {known}", where)
     return lambda layer: None if excluded(layer) else scheme
+
+
+def _check_legacy_fields(fields: Mapping[str, Any], where: str) -> None:
+    """Refuses an hf_quant_config.json without fields that vLLM requires there."""
+    missing = [name for name in ("kv_cache_quant_algo", "exclude_modules") if name not in fields]
+    if missing:
+        rule = f"quantization has no {' and no '.join(missing)}: vLLM refuses MXFP8 without"
+        values = {"kv_cache_quant_algo": "null", "exclude_modules": "[]"}
+        remedy = " and ".join(f'"{name}": {values[name]}' for name in missing)
+        raise CheckpointError(rule, f"Add {remedy}, if nothing else is meant", where)
 
 
 _EXCLUSION_FIELDS = ("ignore", "exclude_modules", "ignored_layers")

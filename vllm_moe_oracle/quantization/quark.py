@@ -71,6 +71,9 @@ _REQUIRED_FIELDS = ("exclude", "export", "layer_type_quant_config")
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     """Notes for the user about a config that `parse_config` accepted, one sentence each."""
     missing = [name for name in _REQUIRED_FIELDS if config.get(name) is None]
+    export = config.get("export")
+    if isinstance(export, Mapping) and not isinstance(export.get("kv_cache_group"), list):
+        missing.append("export.kv_cache_group")
     if missing:
         verb, which = ("is", "it") if len(missing) == 1 else ("are", "them")
         yield f"{where}: {', '.join(missing)} {verb} not set; vLLM fails without {which}"

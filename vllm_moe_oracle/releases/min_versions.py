@@ -17,6 +17,9 @@ from .supported import RELEASES
 OLDEST_RELEASE = RELEASES[0]
 """The oldest tested release. A feature with this minimum version is in every tested release."""
 
+AUTO_AWQ = "0.24.0"
+"""vLLM has ``auto_awq`` as a name of a quantization."""
+
 CPU_INT4_ROUTED_IDS = "0.30.0"
 """The class for int4 experts on CPUs takes routed ids. Before, it routes tokens itself."""
 
