@@ -32,6 +32,7 @@ from tests.lib.readme_sections import paragraph
 from tests.tools import (
     accuracy_tables,
     batched_table,
+    coverage_table,
     evidence,
     kernel_tables,
     page_one,
@@ -207,6 +208,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "evidence": evidence.table,
         "triton": triton_table.moved,
     },
+    "tests/README.md": {"coverage": coverage_table.table},
     "vllm_moe_oracle/quantization/README.md": {"integers": integers},
     "vllm_moe_oracle/releases/README.md": {"support-table": support_table},
 }
