@@ -89,7 +89,13 @@ def test_explaining_takes_what_the_command_takes(tmp_path: Path) -> None:
     assert explained(batch_invariant=True).problem.batch_invariant
     assert explained().problem.scheme.activations == "16bit"
     assert explained(moe_backend="marlin").backend == "marlin_mxfp8"
-    failures: list[api.NoBackendError] = []
+    for modules, adapted in (((), True), (("q_proj",), False), (("experts",), True)):
+        failures: list[api.NoBackendError] = []
+        found = api.explain_checkpoint(
+            tmp_path, "cpu", settings=api.load_settings({}), lora=True, lora_target_modules=modules, failures=failures
+        )
+        assert [len(found), len(failures)] == ([0, 2] if adapted else [2, 0])
+    failures = []
     with pytest.raises(api.NoBackendError):
         api.explain_checkpoint(tmp_path, "cpu", settings=settings)
     assert api.explain_checkpoint(tmp_path, "cpu", settings=settings, failures=failures) == []

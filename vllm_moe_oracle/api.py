@@ -23,6 +23,7 @@ Tensors (these need torch):
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -118,14 +119,17 @@ def explain_checkpoint(
     all2all_backend: str = "",
     quantization: str = "",
     moe_backend: str = "auto",
+    draft_moe_backend: str = "",
     lora: bool = False,
+    lora_target_modules: Sequence[str] = (),
     eplb: bool = False,
     batch_invariant: bool = False,
     expert_placement_strategy: Placement = "linear",
     settings: Settings | None = None,
     failures: list[NoBackendError] | None = None,
 ) -> list[Decision]:
-    """The decision for every quantized MoE layer of a checkpoint, by the shipped and the cached measurements.
+    """The decision for every quantized MoE layer of a checkpoint, by the shipped and the cached measurements. Those of
+    multi-token prediction modules come last.
 
     Args:
         path: a checkpoint's directory, or a bare ``config.json``.
@@ -136,13 +140,16 @@ def explain_checkpoint(
         all2all_backend: vLLM's ``--all2all-backend``; "" for its default.
         quantization: vLLM's ``--quantization``, for a checkpoint that is quantized at load time; "" for none.
         moe_backend: vLLM's ``--moe-backend``.
+        draft_moe_backend: ``moe_backend`` of vLLM's ``--speculative-config``, for layers of multi-token prediction
+            modules; "" for `moe_backend`.
         lora: LoRA adapters may be applied (``--enable-lora``).
+        lora_target_modules: the modules that have adapters (``--lora-target-modules``); none for all.
         eplb: experts may move between ranks (``--enable-eplb``).
         batch_invariant: as vLLM's ``VLLM_BATCH_INVARIANT``.
         expert_placement_strategy: as vLLM's option.
         settings: the settings; None reads them from the environment.
-        failures: a list that gets the error of each layer that no backend can run; the other layers are decided. With
-            None the first such error is raised.
+        failures: a list that gets the error of each layer that no backend can run, where a server may leave it to stock
+            vLLM; the other layers are decided. With None the first such error is raised.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or its layers cannot be sharded.
@@ -152,39 +159,31 @@ def explain_checkpoint(
     """
     from . import settings as settings_module
     from .checkpoint.files import read_checkpoint
-    from .checkpoint.moe_layers import find_moe_layers
     from .checkpoint.ranks import Ranks
-    from .checkpoint.serving import as_served, check_exchange, is_round_robin
+    from .checkpoint.served_layers import Server, decide_layers
     from .devices.catalog import known_device
-    from .errors import NoBackendError
-    from .measurements.lookup import find_measurements
-    from .oracle.selection import check_backend_names, decide
-    from .releases.all2all import DEFAULT_ALL2ALL, effective_all2all
+    from .releases.all2all import DEFAULT_ALL2ALL
 
-    round_robin = is_round_robin(expert_placement_strategy, eplb, ep and tp * dp > 1)
-    chosen = settings if settings is not None else settings_module.load()
-    check_backend_names(chosen, moe_backend)
-    machine = known_device(device) if isinstance(device, str) else device
-    release = machine.packages.get("vllm")
-    exchange = effective_all2all(all2all_backend or DEFAULT_ALL2ALL, release)
-    read = read_checkpoint(path)
-    ranks = Ranks(tp, dp, ep, exchange)
-    layers = find_moe_layers(read, ranks, ragged_shards=chosen.ragged_shards, online=quantization, vllm=release)
-    found: dict[Problem, Any] = {}
+    server = Server.make(
+        known_device(device) if isinstance(device, str) else device,
+        settings if settings is not None else settings_module.load(),
+        Ranks(tp, dp, ep, all2all_backend or DEFAULT_ALL2ALL),
+        moe_backend=moe_backend,
+        draft_moe_backend=draft_moe_backend,
+        batch_invariant=batch_invariant,
+        lora=lora,
+        lora_target_modules=lora_target_modules,
+        eplb=eplb,
+        expert_placement_strategy=expert_placement_strategy,
+    )
     decisions = []
-    for layer in layers.problems:
-        problem = as_served(layer, chosen, lora, eplb, batch_invariant, round_robin)
-        key = problem.key()
-        if key not in found:
-            found[key] = find_measurements(problem, machine, chosen)
-        try:
-            decision = decide(problem, machine, chosen, moe_backend, measurements=found[key])
-            check_exchange(problem, exchange, machine.kind)
-            decisions.append(decision)
-        except NoBackendError as error:
+    for layer in decide_layers(server, server.find_layers(read_checkpoint(path), quantization)):
+        if layer.decision is not None:
+            decisions.append(layer.decision)
+        elif layer.error is not None:
             if failures is None:
-                raise
-            failures.append(error)
+                raise layer.error
+            failures.append(layer.error)
     return decisions
 
 

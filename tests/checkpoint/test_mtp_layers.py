@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from vllm_moe_oracle import api
 from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
 from vllm_moe_oracle.cli.main import app
@@ -40,6 +41,33 @@ def test_they_follow_the_last_layer(name: str, first: int, count: int, tmp_path:
     ]
     assert {problem.key() for problem in made.mtp_problems} <= {problem.key() for problem in made.problems}
     assert not any("multi-token" in note for note in made.notes)
+
+
+def test_they_take_the_draft_s_backend_or_else_the_model_s(tmp_path: Path) -> None:
+    path, settings = written(tmp_path, "deepseek-v3", num_nextn_predict_layers=1), api.load_settings({})
+    for options, backends in (
+        ({"draft_moe_backend": "Marlin"}, ("", "marlin_mxfp8")),
+        ({"moe_backend": "marlin"}, ("marlin_mxfp8", "marlin_mxfp8")),
+        ({"moe_backend": "marlin", "draft_moe_backend": "auto"}, ("marlin_mxfp8", "")),
+    ):
+        decisions = api.explain_checkpoint(path, "nvidia-h200", tp=8, settings=settings, **options)
+        assert [each.problem.layer for each in decisions[-2:]] == [f"model.layers.{n}.mlp.experts" for n in (60, 61)]
+        words = [f"--{name.replace('_', '-')}={word}" for name, word in options.items()]
+        told = CliRunner().invoke(app, ["explain", str(path), "--device", "h200", "--tp", "8", "--json", *words])
+        groups = json.loads(told.stdout)["groups"]
+        assert [group["is_mtp"] for group in groups] == [False, True]
+        for decision, group, expected in zip(decisions[-2:], groups, backends, strict=True):
+            assert decision.backend == group["decision"]["backend"]
+            assert (decision.backend == expected) if expected else (decision.why != "user")
+
+
+def test_the_draft_s_backend_is_a_name_and_has_a_layer(tmp_path: Path) -> None:
+    path = written(tmp_path, "glm-4.5", num_nextn_predict_layers=0)
+    command = ["explain", str(path), "--device", "h200", "--draft-moe-backend"]
+    told = CliRunner().invoke(app, [*command, "marlin", "--brief"])
+    assert "--draft-moe-backend marlin changes nothing here: no quantized experts" in " ".join(told.output.split())
+    refused = CliRunner().invoke(app, [*command, "marlni"])
+    assert str(refused.exception).startswith("--draft-moe-backend: 'marlni' is not a backend. Did you mean marlin?")
 
 
 def test_they_decide_for_themselves(tmp_path: Path) -> None:

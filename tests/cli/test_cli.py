@@ -25,7 +25,8 @@ from tests.lib.fresh_process import TOOL, environment, python
 from tests.lib.samples import measured_card
 from tests.lib.tiers import sampled
 from vllm_moe_oracle import __version__
-from vllm_moe_oracle.cli import commands, layer_groups
+from vllm_moe_oracle.checkpoint import served_layers
+from vllm_moe_oracle.cli import commands
 from vllm_moe_oracle.core.decision import ShardPlan
 from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.devices import detect
@@ -350,11 +351,11 @@ def test_equal_layers_are_decided_once(run: Run, write: Write, monkeypatch: pyte
     """But for those with an override of their own: a model has a hundred layers, and a decision takes a millisecond."""
     decided: list[str] = []
 
-    def decide(problem: Problem, *args: Any, original: Any = layer_groups.decide, **more: Any) -> Any:
+    def decide(problem: Problem, *args: Any, original: Any = served_layers.decide, **more: Any) -> Any:
         decided.append(problem.layer)
         return original(problem, *args, **more)
 
-    monkeypatch.setattr(layer_groups, "decide", decide)
+    monkeypatch.setattr(served_layers, "decide", decide)
     override = ("--set", r"overrides=re:layers\.[45]\.=emulation")
     for words, expected in (((), [0]), (override, [0, 4])):
         decided.clear()

@@ -31,6 +31,7 @@ from ..releases.supported import (
     RELEASES,
     ReleaseGroup,
     ReleaseSupport,
+    check_platform,
     release_group,
     release_support,
     support_table,
@@ -52,21 +53,6 @@ __all__ = [
     "release_support",
     "support_table",
 ]
-
-
-def check_platform(kind: str, name: str = "") -> None:
-    """Checks that backends exist for a platform.
-
-    Args:
-        kind: as `Device.kind`.
-        name: the device's, for the message.
-
-    Raises:
-        StandDown: stock vLLM has kernels for these formats there that no backend knows.
-    """
-    if kind in ("rocm", "xpu"):
-        rule = f"no backend knows {name or 'this platform'}'s own kernels for these formats"
-        raise StandDown(rule, "Stock vLLM serves them there")
 
 
 def check_release(version: str, force: bool = False) -> None:

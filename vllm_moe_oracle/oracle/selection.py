@@ -84,13 +84,16 @@ def evaluate_candidates(
     return tuple(sorted(verdicts, key=lambda each: (not each.accepted, each.priority, each.backend)))
 
 
-def check_backend_names(settings: Settings, moe_backend: str = AUTO, registry: Registry | None = None) -> None:
+def check_backend_names(
+    settings: Settings, moe_backend: str = AUTO, registry: Registry | None = None, option: str = "--moe-backend"
+) -> None:
     """Refuses names that select no backend for any scheme: they are misspelled.
 
     Args:
         settings: the user's settings.
         moe_backend: vLLM's ``--moe-backend``.
         registry: the backends; None for the default registry of this process.
+        option: where the user gave `moe_backend`, for the error.
 
     Raises:
         SettingError: `backend`, `overrides`, `disable` or `moe_backend` has an unknown name.
@@ -104,7 +107,7 @@ def check_backend_names(settings: Settings, moe_backend: str = AUTO, registry: R
         ([each.backend for each in settings.overrides], own | vllm_names | {AUTO}, settings.source("overrides")),
         (settings.disable, own, settings.source("disable")),
         # A name of this project is known here, and refused by each layer with the setting that takes it.
-        ([] if moe_backend in own else [moe_backend], options, "--moe-backend"),
+        ([] if moe_backend in own else [moe_backend], options, option),
     ):
         _require_known(names, sorted(valid), source, registry)
 

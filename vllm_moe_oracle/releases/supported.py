@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from packaging.version import InvalidVersion, Version
 
+from ..errors import StandDown
+
 
 @dataclass(frozen=True, slots=True)
 class Release:
@@ -214,3 +216,18 @@ def support_table() -> str:
             marks = ["yes" if name in verified else "" for name in ("sources", "registration", "serving")]
             rows.append(f"| {' | '.join([release, *marks])} | {group.first}: {group.change} |".replace("|  |", "| |"))
     return "\n".join(rows)
+
+
+def check_platform(kind: str, name: str = "") -> None:
+    """Checks that backends exist for a platform.
+
+    Args:
+        kind: as `Device.kind`.
+        name: the device's, for the message.
+
+    Raises:
+        StandDown: stock vLLM has kernels for these formats there that no backend knows.
+    """
+    if kind in ("rocm", "xpu"):
+        rule = f"no backend knows {name or 'this platform'}'s own kernels for these formats"
+        raise StandDown(rule, "Stock vLLM serves them there")

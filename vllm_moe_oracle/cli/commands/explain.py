@@ -13,11 +13,11 @@ import typer
 from ... import methods
 from ...checkpoint.files import read_checkpoint
 from ...checkpoint.layer_names import compact_layer_names
-from ...checkpoint.moe_layers import MoeLayers, find_moe_layers
+from ...checkpoint.moe_layers import MoeLayers
 from ...checkpoint.ranks import Ranks
-from ...checkpoint.serving import as_served, is_round_robin, why_eplb_is_refused
+from ...checkpoint.served_layers import STOCK_ITSELF, Server, decide_layers
+from ...checkpoint.serving import is_round_robin
 from ...compat import check_platform, check_release, ignored_env_vars
-from ...core.lora import targets_experts
 from ...core.overrides import unused_override_errors
 from ...core.problem import Device, Problem
 from ...devices import catalog, detect
@@ -27,8 +27,7 @@ from ...measurements.lookup import cache_error, profile_error
 from ...measurements.roofline import expert_bytes
 from ...measurements.tune_command import tune_command
 from ...oracle.registry import default_registry, describe_load_error
-from ...oracle.selection import check_backend_names
-from ...releases.all2all import DEFAULT_ALL2ALL, all2all_names, effective_all2all, why_vllm_refuses
+from ...releases.all2all import DEFAULT_ALL2ALL, all2all_names
 from ...releases.supported import NEWEST, RELEASES, packages_of
 from ...settings import AUTO, Settings, excluded_by_vllm
 from ...settings import batch_invariant as batch_invariant_variable
@@ -45,7 +44,7 @@ from ..arguments import (
     name_option,
 )
 from ..explanation import vllm_version
-from ..layer_groups import STOCK_ITSELF, LayerGroup, group_layers
+from ..layer_groups import LayerGroup, group_layers
 from ..usage_hints import require_a_path
 from ..writable import why_unwritable_cache, why_unwritable_report
 
@@ -92,6 +91,13 @@ _Placement = Annotated[
     ),
 ]
 _Backend = Annotated[str | None, name_option("Short for --set backend=NAME.", completion.any_backends)]
+_DraftBackend = Annotated[
+    str,
+    name_option(
+        "For multi-token-prediction layers, as moe_backend of vLLM's --speculative-config. [default: --moe-backend]",
+        completion.vllm_backends,
+    ),
+]
 _Brief = Annotated[
     bool,
     typer.Option(
@@ -115,7 +121,8 @@ def command(
     eplb: _Eplb = False,
     expert_placement_strategy: _Placement = "linear",
     backend: _Backend = None,
-    moe_backend: Annotated[str, name_option("As vLLM's --moe-backend.", completion.vllm_backends)] = "auto",
+    moe_backend: Annotated[str, name_option("As vLLM's --moe-backend.", completion.vllm_backends)] = AUTO,
+    draft_moe_backend: _DraftBackend = "",
     quantization: Quantization = "",
     assignments: Assignments = None,
     brief: _Brief = False,
@@ -126,7 +133,8 @@ def command(
 
     Reads the checkpoint's config, and of a folder's tensors the headers; needs no GPU, no torch and no vLLM. The row
     "why" begins with what decided: user or override (you), measured or predicted times, or the static order. A static
-    choice that measurements could improve ends with the command that takes the measurements.
+    choice that measurements could improve ends with the command that takes the measurements. Layers for multi-token
+    prediction take the backend of --moe-backend, unless --draft-moe-backend names another.
 
     \b
     Examples:
@@ -146,111 +154,59 @@ def command(
          nevertheless
       2  the input cannot be used; one line on standard error says what and where
     """
-    round_robin = _check_options(path, Ranks(tp, dp, ep), eplb, expert_placement_strategy)
+    ranks = Ranks(tp, dp, ep, all2all_backend or DEFAULT_ALL2ALL)
+    _check_options(path, ranks, eplb, expert_placement_strategy)
     chosen = command_settings(assignments, ignore_bad_profile=True, backend=backend)
-    moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
-    check_backend_names(chosen, moe_backend)
     machine = _with_vllm(_resolve_device(device), vllm)
-    ranks = Ranks(tp, dp, ep, effective_all2all(all2all_backend or DEFAULT_ALL2ALL, vllm_version(machine)))
-    layers = _find_layers(path, quantization, ranks, chosen, machine)
-    unused = [*_check_overrides(chosen, layers)]
     invariant = batch_invariant_variable() if batch_invariant is None else batch_invariant
-    server = _Server(machine, chosen, ranks, moe_backend, invariant, lora, lora_target_modules, eplb, round_robin)
+    server = Server.make(
+        machine,
+        chosen,
+        ranks,
+        moe_backend=moe_backend,
+        draft_moe_backend=draft_moe_backend,
+        batch_invariant=invariant,
+        lora=lora,
+        lora_target_modules=lora_target_modules or (),
+        eplb=eplb,
+        expert_placement_strategy=expert_placement_strategy,
+    )
+    layers = _find_layers(path, quantization, server)
+    notes = [*_device_notes(device, machine), *_check_overrides(chosen, layers)]
     asked = batch_invariant if batch_invariant is not None else invariant or None
     measure = tune_command(path, chosen, tp=tp, dp=dp, ep=ep, quantization=quantization, batch_invariant=asked)
-    groups = server.group(layers, measure)
-    notes = [*unused, *_notes(server, layers, groups, all2all_backend)]
-    if device == "auto" and machine.kind == "cpu":
-        rule = f"this machine has no GPU ({machine.name}): --device h100, or another name, answers for one with a GPU"
-        notes.insert(0, rule)
-    unread = [each for each in [cache_error(chosen)] if each]
+    groups = _group(server, layers, measure)
+    notes += _notes(server, layers, groups, all2all_backend)
+    unread = [*filter(None, [cache_error(chosen)])]
     if as_json:
         explanation.print_json(groups, layers, [*notes, *unread], machine, brief)
     else:
         for words in unread:
             output.print_message("note", words)
         assumed = bool(vllm) or catalog.find_spec(device) is not None
-        explanation.print_groups(groups, notes, machine, ranks, brief, verbose, assumed)
-    refused = server.refusal(layers) or server.refused_profile
-    if refused or any(group.decision is None and not group.left_to_stock for group in groups):
+        explanation.print_groups(groups, notes, machine, server.ranks, brief, verbose, assumed)
+    if server.refusal(layers) or server.refused_profile or any(group.is_refused for group in groups):
         raise typer.Exit(EXIT_NO_BACKEND)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Server:
-    """The server that the answer is about.
-
-    Attributes:
-        device: its machine.
-        settings: of the plugin.
-        ranks: vLLM's options of parallelism.
-        moe_backend: vLLM's ``--moe-backend``.
-        batch_invariant: as vLLM's ``VLLM_BATCH_INVARIANT``.
-        lora: LoRA adapters may be applied.
-        lora_target_modules: the modules that adapters are for; None or none for all.
-        eplb: experts may move between ranks.
-        round_robin: vLLM is asked to place experts round-robin.
-    """
-
-    device: Device
-    settings: Settings
-    ranks: Ranks
-    moe_backend: str
-    batch_invariant: bool
-    lora: bool
-    lora_target_modules: list[str] | None
-    eplb: bool
-    round_robin: bool
-
-    def refusal(self, layers: MoeLayers) -> str:
-        """Why vLLM would not start with the model and the options of parallelism; "" if it would. No experts exchange
-        no tokens."""
-        if not (layers.problems or layers.mtp_problems or layers.unquantized or layers.unsupported_formats):
-            return ""
-        ranks = self.ranks
-        refused = why_vllm_refuses(
-            ranks.all2all, self.device.kind, ranks.exchanges_tokens, ranks.dp, quantized=bool(layers.method)
-        )
-        if self.eplb and not refused:
-            counts = sorted({problem.num_experts for problem in (*layers.problems, *layers.mtp_problems)}) or [0]
-            reasons = (why_eplb_is_refused(count, ranks.total, self.device.kind) for count in counts)
-            refused = next(filter(None, reasons), "")
-        return refused
-
-    @property
-    def refused_profile(self) -> str:
-        """Why the plugin would not start with the profile of the settings; "" if it would, or goes on without it."""
-        return profile_error(self.settings) if self.settings.strict and self.settings.enabled else ""
-
-    def serve(self, problem: Problem) -> Problem:
-        """A layer of the checkpoint as this server sees it."""
-        modules = self.lora_target_modules
-        adapted = self.lora and (not modules or targets_experts(modules, problem.layer))
-        return as_served(problem, self.settings, adapted, self.eplb, self.batch_invariant, self.round_robin)
-
-    def group(self, layers: MoeLayers, measure: str) -> list[LayerGroup]:
-        """The layers by equal decision, those for multi-token prediction last; `measure` is the command that measures
-        them."""
-        model, drafts = (
-            group_layers(
-                [self.serve(each) for each in problems],
-                self.device,
-                self.settings,
-                self.moe_backend,
-                self.ranks.all2all,
-                measure,
-            )
-            for problems in (layers.problems, layers.mtp_problems)
-        )
-        groups = [*model, *(dataclasses.replace(group, is_mtp=True) for group in drafts)]
-        if layers.refused:
-            groups = [dataclasses.replace(group, gain=None, measure="", refused=layers.refused) for group in groups]
-        if not self.settings.enabled or excluded_by_vllm():
-            groups = [dataclasses.replace(group, gain=None, measure="", switched_off=True) for group in groups]
-        return groups
+def _device_notes(word: str, machine: Device) -> Iterator[str]:
+    """Says that the answer is for a CPU, where the command line (`word`) does not name one."""
+    if word == "auto" and machine.kind == "cpu":
+        yield f"this machine has no GPU ({machine.name}): --device h100, or another name, answers for one with a GPU"
 
 
-def _find_layers(path: str, quantization: str, ranks: Ranks, settings: Settings, device: Device) -> MoeLayers:
+def _group(server: Server, layers: MoeLayers, measure: str) -> list[LayerGroup]:
+    """The layers by equal decision, those for multi-token prediction last; `measure` is the command that measures
+    them."""
+    groups = group_layers(decide_layers(server, layers), server, measure)
+    if layers.refused:
+        groups = [dataclasses.replace(group, gain=None, measure="", refused=layers.refused) for group in groups]
+    if not server.settings.enabled or excluded_by_vllm():
+        groups = [dataclasses.replace(group, gain=None, measure="", switched_off=True) for group in groups]
+    return groups
+
+
+def _find_layers(path: str, quantization: str, server: Server) -> MoeLayers:
     """The layers of the checkpoint; a note instead of them where all of the model is left to stock vLLM.
 
     Raises:
@@ -261,25 +217,22 @@ def _find_layers(path: str, quantization: str, ranks: Ranks, settings: Settings,
         read = read_checkpoint(Path(path))
         if not os.path.exists(path):
             notes = (f"{path} is read from the local cache of the Hugging Face Hub: {read.path}",)
-        layers = find_moe_layers(
-            read,
-            ranks,
-            ragged_shards=settings.ragged_shards,
-            online=quantization.lower(),
-            vllm=vllm_version(device),
-        )
+        layers = server.find_layers(read, quantization)
     except LeftToStockError as error:
         note = f"the model is left to stock vLLM, unaffected by this plugin: {error.rule}. {error.remedy}"
         layers = MoeLayers((), (), {}, "", (note,))
     return dataclasses.replace(layers, notes=(*notes, *layers.notes))
 
 
-def _notes(server: _Server, layers: MoeLayers, groups: list[LayerGroup], all2all_backend: str) -> Iterator[str]:
+def _notes(server: Server, layers: MoeLayers, groups: list[LayerGroup], all2all_backend: str) -> Iterator[str]:
     """What else is to be known, a paragraph each; `all2all_backend` is the word of the command line, "" without one."""
     yield from layers.notes
     if server.moe_backend != AUTO and layers.unquantized:
         rule = "is for quantized experts; vLLM chooses the kernel of unquantized ones"
         yield f"--moe-backend {server.moe_backend} {rule}"
+    if server.draft_moe_backend != server.moe_backend and not layers.mtp_problems:
+        rule = "changes nothing here: no quantized experts are for multi-token prediction"
+        yield f"--draft-moe-backend {server.draft_moe_backend} {rule}"
     if server.lora_target_modules and not server.lora:
         yield "--lora-target-modules changes nothing here without --lora, as in vLLM without --enable-lora"
     yield from _activation_notes(layers, server.settings)
@@ -292,8 +245,8 @@ def _notes(server: _Server, layers: MoeLayers, groups: list[LayerGroup], all2all
     yield from _server_notes(server, layers.method, groups)
 
 
-def _check_options(path: str, ranks: Ranks, eplb: bool, strategy: str) -> bool:
-    """Whether vLLM is asked to place experts round-robin.
+def _check_options(path: str, ranks: Ranks, eplb: bool, strategy: str) -> None:
+    """Refuses options by the names that this command has for them.
 
     Raises:
         SettingError: the path is empty, the ranks are not possible, or options contradict each other.
@@ -304,7 +257,7 @@ def _check_options(path: str, ranks: Ranks, eplb: bool, strategy: str) -> bool:
     ranks.check()
     spread = ranks.spreads_experts
     try:
-        return is_round_robin(strategy, eplb, spread)
+        is_round_robin(strategy, eplb, spread)
     except SettingError as error:
         add = "Add --ep --tp N or --ep --dp N, with N of 2 or more"
         remedy = "" if spread or "not one of" in error.rule else add
@@ -404,7 +357,7 @@ def _check_overrides(settings: Settings, layers: MoeLayers) -> Iterator[str]:
         yield f"{error}; a server warns, and starts"
 
 
-def _server_notes(server: _Server, method: str, groups: list[LayerGroup]) -> Iterator[str]:
+def _server_notes(server: Server, method: str, groups: list[LayerGroup]) -> Iterator[str]:
     """Why a server would not do what this answer says, where that is known."""
     settings, device = server.settings, server.device
     yield from _group_notes(groups)

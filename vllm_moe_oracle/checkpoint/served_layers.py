@@ -1,0 +1,284 @@
+"""What becomes of a checkpoint's MoE layers on a server with certain options: a backend, stock vLLM, or an error."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from ..core.decision import Candidate, Decision
+from ..core.lora import targets_experts
+from ..core.measurement_set import MeasurementSet
+from ..core.overrides import first_match
+from ..core.problem import Device, Placement, Problem, features_for_stock
+from ..errors import NoBackendError, StandDown
+from ..measurements.lookup import find_measurements, profile_error
+from ..oracle.registry import default_registry
+from ..oracle.selection import check_backend_names, decide
+from ..oracle.stock_kernels import is_loadable, stock_candidate
+from ..releases.all2all import effective_all2all, why_vllm_refuses
+from ..releases.supported import check_platform
+from ..settings import AUTO, Settings
+from .files import CheckpointFiles
+from .moe_layers import MoeLayers, find_moe_layers
+from .ranks import Ranks
+from .serving import as_served, carried_hidden_size, check_exchange, is_round_robin, why_eplb_is_refused
+
+STOCK_ITSELF = "stock vLLM's own choice"
+"""What layers are left to where only a server can ask stock vLLM what it takes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Server:
+    """A server with the plugin; `make` checks its options.
+
+    Attributes:
+        device: its machine.
+        settings: of the plugin.
+        ranks: vLLM's options of parallelism.
+        moe_backend: vLLM's ``--moe-backend``.
+        draft_moe_backend: the ``moe_backend`` of vLLM's ``--speculative-config``, for multi-token prediction modules.
+        batch_invariant: as vLLM's ``VLLM_BATCH_INVARIANT``.
+        lora: LoRA adapters may be applied.
+        lora_target_modules: the modules that adapters are for; none for all.
+        eplb: experts may move between ranks.
+        round_robin: vLLM is asked to place experts round-robin.
+    """
+
+    device: Device
+    settings: Settings
+    ranks: Ranks
+    moe_backend: str
+    draft_moe_backend: str
+    batch_invariant: bool
+    lora: bool
+    lora_target_modules: tuple[str, ...]
+    eplb: bool
+    round_robin: bool
+
+    @classmethod
+    def make(
+        cls,
+        device: Device,
+        settings: Settings,
+        ranks: Ranks,
+        *,
+        moe_backend: str = AUTO,
+        draft_moe_backend: str = "",
+        batch_invariant: bool = False,
+        lora: bool = False,
+        lora_target_modules: Sequence[str] = (),
+        eplb: bool = False,
+        expert_placement_strategy: Placement | str = "linear",
+    ) -> Server:
+        """A server, by vLLM's options as a user gives them.
+
+        Args:
+            device: see the class.
+            settings: see the class.
+            ranks: `Ranks.all2all` in the spelling of the command line; a release may make another one of it.
+            moe_backend: in the spelling of the command line.
+            draft_moe_backend: the same; "" for that of the model, as in vLLM.
+            batch_invariant: see the class.
+            lora: see the class.
+            lora_target_modules: see the class.
+            eplb: see the class.
+            expert_placement_strategy: as vLLM's option.
+
+        Raises:
+            SettingError: a number of ranks below one, options that contradict each other, or a name of a backend or of
+                an all-to-all that is unknown.
+        """
+        ranks.check()
+        round_robin = is_round_robin(expert_placement_strategy, eplb, ranks.spreads_experts)
+        model, draft = (each.lower().replace("-", "_") for each in (moe_backend, draft_moe_backend))  # as vLLM does
+        check_backend_names(settings, model)
+        check_backend_names(settings, draft or model, option="--draft-moe-backend")
+        exchange = effective_all2all(ranks.all2all, device.packages.get("vllm"))
+        ranks, modules = dataclasses.replace(ranks, all2all=exchange), tuple(lora_target_modules)
+        return cls(device, settings, ranks, model, draft or model, batch_invariant, lora, modules, eplb, round_robin)
+
+    def find_layers(self, read: CheckpointFiles, quantization: str = "") -> MoeLayers:
+        """The layers of a checkpoint on one rank; `quantization` is vLLM's ``--quantization``. Errors are those of
+        `find_moe_layers`."""
+        return find_moe_layers(
+            read,
+            self.ranks,
+            ragged_shards=self.settings.ragged_shards,
+            online=quantization.lower(),
+            vllm=self.device.packages.get("vllm"),
+        )
+
+    def refusal(self, layers: MoeLayers) -> str:
+        """Why vLLM would not start with the model and the options of parallelism; "" if it would. No experts exchange
+        no tokens."""
+        if not (layers.problems or layers.mtp_problems or layers.unquantized or layers.unsupported_formats):
+            return ""
+        ranks = self.ranks
+        refused = why_vllm_refuses(
+            ranks.all2all, self.device.kind, ranks.exchanges_tokens, ranks.dp, quantized=bool(layers.method)
+        )
+        if self.eplb and not refused:
+            counts = sorted({problem.num_experts for problem in (*layers.problems, *layers.mtp_problems)}) or [0]
+            reasons = (why_eplb_is_refused(count, ranks.total, self.device.kind) for count in counts)
+            refused = next(filter(None, reasons), "")
+        return refused
+
+    @property
+    def refused_profile(self) -> str:
+        """Why the plugin would not start with the profile of the settings; "" if it would, or goes on without it."""
+        return profile_error(self.settings) if self.settings.strict and self.settings.enabled else ""
+
+    @property
+    def stands_down(self) -> str:
+        """Why the plugin registers nothing on the kind of device; "" where it does."""
+        try:
+            check_platform(self.device.kind, self.device.name)
+        except StandDown as error:
+            return str(error)
+        return ""
+
+    def serve(self, problem: Problem) -> Problem:
+        """A layer of the checkpoint as this server sees it."""
+        modules = self.lora_target_modules
+        adapted = self.lora and (not modules or targets_experts(modules, problem.layer))
+        return as_served(problem, self.settings, adapted, self.eplb, self.batch_invariant, self.round_robin)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What becomes of a layer.
+
+    Attributes:
+        decision: None where no backend runs it.
+        candidates: every backend, with its verdict.
+        error: why there is no decision; None where there is one.
+        failure: the same in words for a user; "" where there is a decision.
+        left_to_stock: what of stock vLLM the layer is left to, its class where that is known; "" where a backend runs
+            it, or nothing does.
+    """
+
+    decision: Decision | None
+    candidates: tuple[Candidate, ...]
+    error: NoBackendError | None = None
+    failure: str = ""
+    left_to_stock: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedLayer:
+    """A layer and what becomes of it.
+
+    Attributes:
+        problem: the layer as the server sees it.
+        outcome: the same object for equal layers, whose first it names.
+        is_mtp: the layer is one of a multi-token prediction module, which vLLM loads as a model of its own for
+            speculative decoding.
+    """
+
+    problem: Problem
+    outcome: Outcome
+    is_mtp: bool = False
+
+    @property
+    def decision(self) -> Decision | None:
+        """The layer's own decision; None where no backend runs it."""
+        decision = self.outcome.decision
+        return None if decision is None else dataclasses.replace(decision, problem=self.problem)
+
+    @property
+    def error(self) -> NoBackendError | None:
+        """Why the layer has no decision; None where it has one."""
+        error = self.outcome.error
+        if error is None:
+            return None
+        return NoBackendError(error.rule, error.remedy, self.problem.layer, error.candidates, error.table)
+
+
+def decide_layers(server: Server, layers: MoeLayers) -> list[ServedLayer]:
+    """What becomes of each quantized MoE layer, those of multi-token prediction modules last.
+
+    Args:
+        server: the server.
+        layers: from `Server.find_layers`.
+    """
+    settings = server.settings
+    evidence: dict[Problem, MeasurementSet | None] = {}
+    known: dict[object, Outcome] = {}
+    found = []
+    for is_mtp, problems in ((False, layers.problems), (True, layers.mtp_problems)):
+        backend = server.draft_moe_backend if is_mtp else server.moe_backend
+        for problem in map(server.serve, problems):
+            kind = problem.key()
+            # Equal layers get equal decisions, unless an override names one of them.
+            case = (kind, backend, first_match(settings.overrides, problem.layer, settings.source("overrides")))
+            if case not in known:
+                if kind not in evidence:
+                    evidence[kind] = find_measurements(problem, server.device, settings)
+                known[case] = _outcome(server, problem, backend, evidence[kind])
+            found.append(ServedLayer(problem, known[case], is_mtp))
+    return found
+
+
+def _outcome(server: Server, problem: Problem, moe_backend: str, measurements: MeasurementSet | None) -> Outcome:
+    try:
+        decision = decide(problem, server.device, server.settings, moe_backend, measurements=measurements)
+    except NoBackendError as error:
+        return _without_backend(server, problem, moe_backend, error, error.candidates)
+    try:
+        check_exchange(problem, server.ranks.all2all, server.device.kind)
+    except NoBackendError as error:
+        if _is_refused(server, problem):
+            return Outcome(None, decision.candidates, error, _words(error, decision.candidates, problem))
+        return _without_backend(server, problem, moe_backend, error, decision.candidates, is_rounded=True)
+    return Outcome(decision, decision.candidates)
+
+
+def _is_refused(server: Server, problem: Problem) -> bool:
+    """Whether vLLM itself refuses the exchange of a layer, whose hidden size it does not just round up."""
+    parallel, all2all, kind = problem.parallel, server.ranks.all2all, server.device.kind
+    return bool(
+        why_vllm_refuses(all2all, kind, parallel.exchanges_tokens, parallel.dp)
+        or (problem.eplb and why_eplb_is_refused(problem.num_experts, parallel.ep, kind))
+        or carried_hidden_size(problem, all2all) <= problem.hidden_size
+    )
+
+
+def _words(error: NoBackendError, candidates: tuple[Candidate, ...], problem: Problem) -> str:
+    """An error without its table, which is printed anyway."""
+    if not candidates:
+        return f"this release has no backend for {problem.scheme.name} experts yet"
+    return f"{error.rule}. {error.remedy}" if error.remedy else error.rule
+
+
+def _without_backend(
+    server: Server,
+    problem: Problem,
+    moe_backend: str,
+    error: NoBackendError,
+    candidates: tuple[Candidate, ...],
+    is_rounded: bool = False,
+) -> Outcome:
+    """What becomes of a layer that no backend runs; `is_rounded`: since vLLM rounds its hidden size up."""
+    failure, left_to = _words(error, candidates, problem), ""
+    may_be_left = not names_backends(server.settings) and is_loadable(candidates)
+    stock = None
+    if may_be_left and moe_backend == AUTO and not is_rounded:
+        stock = stock_candidate(candidates, problem, server.device, default_registry())
+    features = features_for_stock(problem.lora, problem.parallel.is_batched, problem.unpadded_intermediate_size > 0)
+    features += ["a rounded hidden size"] * is_rounded
+    if stock is not None:
+        left_to = default_registry()[stock.backend].stock_class_name
+        rules = f"its {left_to} does not have these rules of {stock.backend}: {'; '.join(map(str, stock.reasons))}"
+        failure = f"left to stock vLLM: {rules}"
+    elif server.stands_down:
+        left_to, failure = STOCK_ITSELF, f"left to stock vLLM: {server.stands_down}"
+    elif may_be_left and features:
+        left_to = STOCK_ITSELF
+        failure = f"left to stock vLLM, if stock vLLM can run {' and '.join(features)}: {failure}"
+    return Outcome(None, candidates, error, failure, left_to)
+
+
+def names_backends(settings: Settings) -> bool:
+    """Whether the user names backends to run or not to run; layers that they cannot run are not left to stock vLLM."""
+    named = settings.backend != AUTO or settings.overrides or settings.disable
+    return bool(named) and settings.on_unavailable != "fallback"
