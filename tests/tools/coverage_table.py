@@ -5,8 +5,8 @@ tests/README.md.
     bash tests/run.sh --full --cov --cov-report=json:full.json
     python -m tests.tools.coverage_table default=default.json full=full.json both=both.json
 
-The third is of both runs' data files, by `coverage combine`. Without reports it prints the table. What runs in processes that a test starts, vLLM's engines among them, is not
-counted; neither are the tests that need a GPU.
+The third is of both runs' data files, by `coverage combine`. Without reports it prints the table. What runs in
+processes that a test starts, vLLM's engines among them, is not counted; neither are the tests that need a GPU.
 """
 
 from __future__ import annotations
