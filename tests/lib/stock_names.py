@@ -52,6 +52,7 @@ NARROWED_TYPES: dict[str, str] = {
     "methods/compressed_tensors.py:_integer_arguments:quant_config": (
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
     ),
+    "methods/quark.py:get_quant_method:quant_config": "vllm.model_executor.layers.quantization.quark.quark:QuarkConfig",
     "methods/compressed_tensors.py:get_moe_method:quant_config": (
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def test_an_excluded_layer_is_not_quantized_whatever_its_recipe_says() -> None:
         "*.mlp.experts",
         "*.mlp.experts.*",
         "model.layers.1.mlp.experts.*",
-        "model.layers.1.mlp.experts.3.up_proj",
+        "model.layers.1.mlp.experts.*.up_proj",
         "re:.*experts",
         "*.layers.1.mlp.*",
         ".mlp.",
@@ -202,7 +203,23 @@ def test_explain_reads_any_exclusions_as_vllm_does(names: list[str]) -> None:
     mapped.apply_vllm_mapper(WeightsMapper())
     excluded = modelopt_exclusion_matcher(names, "here")
     for module in map(experts, (1, 2, 10)):
-        assert excluded(LayerNames((module,), ())) in {
-            plain.is_layer_excluded(module),
-            mapped.is_layer_excluded(module),
-        }
+        try:
+            found = excluded(LayerNames((module,), ()))
+        except CheckpointError as error:
+            assert "expert 0 differs from others: it is not excluded by name, and expert 7 is" in error.rule
+            found = True
+        assert found in {plain.is_layer_excluded(module), mapped.is_layer_excluded(module)}
+
+
+@pytest.mark.parametrize("entries", [["{}.3.*"], ["{}.0.up_proj", "{}.1*"], ["{}.[0-6].*"]])
+def test_a_layer_of_which_some_experts_are_excluded_is_refused(entries: list[str]) -> None:
+    from vllm_moe_oracle.methods.modelopt import ModelOptMxFp8Config
+
+    ignore = [entry.format(experts(1)) for entry in entries]
+    config = ModelOptMxFp8Config.from_config({"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ignore})
+    layer = SimpleNamespace(moe_config=SimpleNamespace(num_logical_experts=8))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts: expert . differs from others: it is not"):
+        config.get_quant_method(layer, experts(1))
+    assert config.get_quant_method(layer, experts(2)) is None  # vLLM's class of a layer is another
+    config.exclude_modules = [f"{experts(1)}.{expert}.up_proj" for expert in range(8)]
+    assert config.get_quant_method(layer, experts(1)) is None

@@ -159,7 +159,7 @@ def experts_layer() -> Any:
 
     layer = RoutedExperts.__new__(RoutedExperts)
     torch.nn.Module.__init__(layer)
-    layer.moe_config = SimpleNamespace(is_act_and_mul=True)
+    layer.moe_config = SimpleNamespace(is_act_and_mul=True, num_logical_experts=4)
     layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name = "gate", "up", "down"
     return layer
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.quantization import parse_config
 from vllm_moe_oracle.quantization.types import GATED_PROJECTIONS, LayerNames
 
@@ -55,5 +59,23 @@ def test_explain_reads_any_names_as_vllm_does(excluded: list[str], special: list
         else:
             weight = stock._find_matched_config(module, RoutedExperts)["weight"]
             expected = {"fp4": "mxfp4", "fp6_e3m2": "quark fp6_e3m2"}[weight["dtype"]]
-        found = scheme_of(LayerNames((module,), GATED_PROJECTIONS))
+        try:
+            found = scheme_of(LayerNames((module,), GATED_PROJECTIONS))
+        except CheckpointError as error:
+            assert "expert 0 differs from others: it is not excluded by name, and expert 7 is" in error.rule
+            found = None
         assert (found and (getattr(found, "name", "") or found.format)) == expected  # type: ignore[union-attr]
+
+
+def test_a_layer_of_which_some_experts_are_excluded_is_refused() -> None:
+    from vllm_moe_oracle.methods.quark import get_quant_method
+
+    asked: list[str] = []
+    layer = SimpleNamespace(moe_config=SimpleNamespace(num_logical_experts=2))
+    names = [f"{experts(1)}.{number}.up_proj" for number in (0, 1)]
+    for exclude, refused in ((names[:1], True), (names, False)):
+        config = SimpleNamespace(quant_config={"exclude": exclude})
+        with pytest.raises(CheckpointError, match="and expert 0 is, for which vLLM") if refused else nullcontext():
+            get_quant_method(lambda config, layer, prefix: asked.append(prefix), config, layer, experts(1))
+    get_quant_method(lambda config, layer, prefix: asked.append(prefix), None, object(), "lm_head")
+    assert asked == [experts(1), "lm_head"]

@@ -560,17 +560,20 @@ def test_a_target_in_two_groups_is_the_later_groups_alone() -> None:
 
 def test_lists_of_modules_may_be_lists_of_lists() -> None:
     asked = layer_of("gptq", **SIZES)
-    listed = [["self_attn.q_proj", "self_attn.k_proj"], ["mlp.experts.0.gate_proj", "mlp.experts.0.up_proj"]]
-    config = moe.quant_config(asked, modules_in_block_to_quantize=[*listed, ["mlp.experts.0.down_proj"]])
+    of_experts = [
+        [f"mlp.experts.{number}.{name}_proj" for name in ("gate", "up", "down")] for number in range(SIZES["experts"])
+    ]
+    listed = [["self_attn.q_proj", "self_attn.k_proj"], *of_experts]
+    config = moe.quant_config(asked, modules_in_block_to_quantize=listed)
     assert config.modules_in_block_to_quantize[0] == "self_attn.q_proj"
     config.apply_vllm_mapper(SimpleNamespace(apply_list=lambda names: [f"new.{name}" for name in names]))
     assert config.modules_in_block_to_quantize[0] == "new.self_attn.q_proj"
     without = moe.quant_config(asked, modules_in_block_to_quantize=listed[:1])
     with moe.engine():
-        made = moe.made(asked, moe.moe_config(asked), config=moe.quant_config(asked, modules_in_block_to_quantize=[
-            *listed, ["mlp.experts.0.down_proj"]
-        ]))  # fmt: skip
-        assert isinstance(made.quant_method, OracleMoEMethod)
+        whole, partial = (moe.quant_config(asked, modules_in_block_to_quantize=names) for names in (listed, listed[:2]))
+        assert isinstance(moe.made(asked, moe.moe_config(asked), config=whole).quant_method, OracleMoEMethod)
+        with pytest.raises(CheckpointError, match="expert 1 differs from others: it is stored as not quantized"):
+            moe.made(asked, moe.moe_config(asked), config=partial)
         assert type(moe.made(asked, moe.moe_config(asked), config=without).quant_method) is UnquantizedFusedMoEMethod
 
 
@@ -915,7 +918,7 @@ def test_entries_on_matrices_go_by_the_models_names_for_them(
     kind: str, names: Any, gated: bool, dynamic: Any, answer: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "dynamic": dynamic}
-    layer = SimpleNamespace(moe_config=SimpleNamespace(is_act_and_mul=gated))
+    layer = SimpleNamespace(moe_config=SimpleNamespace(is_act_and_mul=gated, num_logical_experts=4))
     for part, name in zip(("gate", "down", "up"), names or (), strict=bool(names)):
         setattr(layer, f"ckpt_{part}_proj_name", name)
     model = SimpleNamespace(hf_text_config=SimpleNamespace(model_type=kind)) if kind else None

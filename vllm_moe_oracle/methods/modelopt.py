@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from vllm.model_executor.layers.quantization import modelopt as stock
@@ -11,7 +13,7 @@ from vllm.model_executor.layers.quantization import modelopt as stock
 from ..compat.layer_context import set_current_layer
 from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
 from ..quantization.fields import matches_number_prefix
-from ..quantization.modelopt import MixedPrecision, modelopt_activation_precision
+from ..quantization.modelopt import MixedPrecision, modelopt_activation_precision, modelopt_exclusion_matcher
 from ..quantization.types import GATED_PROJECTIONS, UNGATED_PROJECTIONS, LayerNames
 from .base import OracleMoEMethod
 from .dtypes import EmulatedDtypesMixin
@@ -41,6 +43,11 @@ class ModelOptMxFp8FusedMoE(OracleMoEMethod, stock.ModelOptMxFp8FusedMoE):
         self.decide(moe_config, dataclasses.replace(SCHEME, activations=activations))
 
 
+@lru_cache(maxsize=2)
+def _exclusion_matcher(entries: tuple[str, ...]) -> Callable[[LayerNames], bool]:
+    return modelopt_exclusion_matcher(entries, "quantization_config")
+
+
 class _ModelOptConfigMixin(EmulatedDtypesMixin):
     """The mix-in in front of a stock config class for ModelOpt's checkpoints."""
 
@@ -59,7 +66,14 @@ class _ModelOptConfigMixin(EmulatedDtypesMixin):
         return excluded
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """The method of a layer; see the stock class."""
+        """The method of a layer; see the stock class.
+
+        Raises:
+            CheckpointError: some experts of a MoE layer are excluded by name, and others not.
+        """
+        if hasattr(layer, "moe_config"):
+            names = LayerNames((prefix,), (), num_experts=layer.moe_config.num_logical_experts)
+            _exclusion_matcher(tuple(self.exclude_modules))(names)
         with set_current_layer(layer, prefix):
             return super().get_quant_method(layer, prefix)  # type: ignore[misc]  # of the mixin's stock class
 

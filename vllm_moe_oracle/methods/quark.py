@@ -6,18 +6,25 @@ vLLM has one class for all of Quark's microscaling formats. MXFP6 weights and st
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from vllm.model_executor.layers.quantization.quark import quark_moe as stock
 
+from ..core.patterns import MatchBudget
 from ..core.problem import ActivationPrecision
+from ..quantization.quark import exclusion_matcher
+from ..quantization.types import LayerNames
 from .mxfp4 import BaseMxfp4MoEMethod, activation_precision, mxfp4_scheme
 
 SERVES = {
     "schemes": ["mxfp4"],
     "quantizations": {"quark": None},
-    "replaces": {"quark.quark_moe:QuarkOCP_MX_MoEMethod": "QuarkOCP_MX_MoEMethod"},
+    "replaces": {
+        "quark.quark_moe:QuarkOCP_MX_MoEMethod": "QuarkOCP_MX_MoEMethod",
+        "quark.quark:QuarkConfig.get_quant_method": "get_quant_method",
+    },
 }
 
 _STOCK_SIGNATURE = inspect.signature(stock.QuarkOCP_MX_MoEMethod.__init__)
@@ -44,6 +51,32 @@ class QuarkOCP_MX_MoEMethod(BaseMxfp4MoEMethod, stock.QuarkOCP_MX_MoEMethod):
         moe = _bind_arguments(*args, **kwargs)["moe"]
         self.decide(moe, mxfp4_scheme("quark", _activations_of_arguments(*args, **kwargs)))
         self.has_bias = bool(moe.has_bias)
+
+
+def get_quant_method(original: Any, quant_config: Any, layer: Any, prefix: str) -> Any:
+    """The stock function's method of a layer.
+
+    Args:
+        original: the stock function.
+        quant_config: vLLM's `QuarkConfig`.
+        layer: the layer.
+        prefix: its name.
+
+    Raises:
+        CheckpointError: some experts of a MoE layer are excluded by name, and others not.
+    """
+    if hasattr(layer, "moe_config"):
+        names = LayerNames((prefix,), (), num_experts=layer.moe_config.num_logical_experts)
+        _exclusion_matcher(tuple(quant_config.quant_config.get("exclude") or ()))(names)
+    return original(quant_config, layer, prefix)
+
+
+@lru_cache(maxsize=2)
+def _exclusion_matcher(entries: tuple[str, ...]) -> Callable[[LayerNames], bool]:
+    return exclusion_matcher(entries, MatchBudget(_WHERE), _WHERE)
+
+
+_WHERE = "quantization_config"
 
 
 def _bind_arguments(*args: Any, **kwargs: Any) -> Mapping[str, Any]:

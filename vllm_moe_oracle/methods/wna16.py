@@ -471,4 +471,4 @@ def expert_layer_names(prefix: str, layer: Any = None) -> LayerNames:
     if own in ((), GATED_PROJECTIONS[0]):
         kind = current_adapter().model_type()
         own = conventions[kind in NUMBERED_PROJECTION_MODELS] if kind else ()
-    return LayerNames((prefix,), conventions, own)
+    return LayerNames((prefix,), conventions, own, num_experts=layer.moe_config.num_logical_experts)

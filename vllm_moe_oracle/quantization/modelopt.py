@@ -6,6 +6,7 @@ import bisect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from ..core.patterns import MatchBudget, NameParts, WildcardPattern
@@ -21,6 +22,7 @@ from .fields import (
     read_string,
     short_repr,
 )
+from .single_experts import names_below_experts, reject_some_experts
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, UnsupportedFormat
 
 
@@ -86,16 +88,33 @@ def modelopt_exclusion_matcher(entries: Iterable[str], where: str) -> Callable[[
         where: file and field, for messages.
 
     Returns:
-        A predicate over names of layers.
+        A predicate over names of layers. It raises CheckpointError for a layer of which some experts are excluded by
+        name.
 
     Raises:
         CheckpointError: a name holds "experts" more than `_MAX_EXPERTS_IN_NAME` times.
     """
+    entries = tuple(dict.fromkeys(entries))
+    excluded = _plain_exclusion_matcher(entries, where)
+    wider = cache(lambda: _plain_exclusion_matcher([each for each in entries if not names_below_experts(each)], where))
+
+    def checked(layer: LayerNames) -> bool:
+        if not excluded(layer):
+            return False
+        if not wider()(layer):
+            reject_some_experts(entries, layer, where)
+        return True
+
+    return checked
+
+
+def _plain_exclusion_matcher(entries: Sequence[str], where: str) -> Callable[[LayerNames], bool]:
+    """The same for entries of which each counts by itself, as in vLLM."""
     parts: set[str] = set()
     heads: set[str] = set()
     wildcards: list[WildcardPattern] = []
     budget = MatchBudget(where)
-    for entry in dict.fromkeys(entries):
+    for entry in entries:
         budget.check(entry)
         stem = entry.removesuffix("*")
         # A name before one "*" is a part of names, which includes their beginning.

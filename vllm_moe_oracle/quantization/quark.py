@@ -10,6 +10,7 @@ from ..core.patterns import MatchBudget, PatternList, WildcardPattern
 from ..core.problem import MX_BLOCK, Scheme
 from ..errors import CheckpointError
 from .fields import any_at_or_below, has_wildcard, read_names, read_string, short_repr
+from .single_experts import reject_some_experts
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, UnsupportedFormat
 
 
@@ -17,12 +18,12 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """A format for all modules, other formats for modules in ``layer_quant_config``, and exclusions.
 
     vLLM looks up only the experts' module. ``exclude`` excludes it by its own name, by the name of anything below it
-    (even of one matrix of one expert), or by a regular expression after ``re:``, matched from the start. There are no
-    wildcards, and excluding a parent does not exclude the experts below it. In ``layer_quant_config`` the first entry
+    (some matrices of each expert are enough), or by a regular expression after ``re:``, matched from the start. There
+    are no wildcards, and excluding a parent does not exclude the experts below it. In ``layer_quant_config`` the first entry
     counts that contains the module's name, or that has a ``*`` and matches the whole name.
     """
     budget = MatchBudget(where)
-    excluded = _exclusion_matcher(read_names(config, ("exclude",), where), budget)
+    excluded = exclusion_matcher(read_names(config, ("exclude",), where), budget, where)
     entries = config.get("layer_quant_config") or {}
     if not isinstance(entries, Mapping):
         raise CheckpointError(f"layer_quant_config is {short_repr(entries)}, not an object", where=where)
@@ -37,16 +38,28 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     return of
 
 
-def _exclusion_matcher(entries: Iterable[str], budget: MatchBudget) -> Callable[[LayerNames], bool]:
-    """A predicate over layers: whether ``exclude`` excludes the experts' module."""
+def exclusion_matcher(entries: Iterable[str], budget: MatchBudget, where: str) -> Callable[[LayerNames], bool]:
+    """A predicate over layers: whether ``exclude`` excludes the experts' module. It raises CheckpointError for a layer
+    of which some experts are excluded by name.
+
+    Args:
+        entries: names, and expressions after ``re:``.
+        budget: the time of the config's expressions.
+        where: file and field, for messages.
+    """
     entries = list(entries)
     names = sorted(entry for entry in entries if not entry.startswith("re:"))
+    exact = {*names}
     expressions = PatternList([entry[3:] for entry in entries if entry.startswith("re:")], budget)
 
     def excluded(layer: LayerNames) -> bool:
         # vLLM maps no name that follows "re:".
-        own = layer.modules[:1]
-        return any(any_at_or_below(names, each) for each in layer.modules) or expressions.first(own) is not None
+        if expressions.first(layer.modules[:1]) is not None or any(each in exact for each in layer.modules):
+            return True
+        if not any(any_at_or_below(names, each) for each in layer.modules):
+            return False
+        reject_some_experts(names, layer, where)
+        return True
 
     return excluded
 

@@ -2,8 +2,8 @@
 
 vLLM gives all experts of a layer one format: it looks up the experts' module, or the matrices of expert 0. So entries
 must say the same of every expert. Tools write entries for each expert of a layer, tens of thousands in all: experts of
-which the entries say the same are looked up once. ModelOpt's and Quark's exclusions are not compared: of these the name
-of one expert excludes the layer, in vLLM and here.
+which the entries say the same are looked up once. Of ModelOpt's and Quark's exclusions the name of one expert excludes
+the layer in vLLM: there all or none must be named (`reject_some_experts`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from ..core.patterns import BoundedPattern, MatchBudget, literal_text
@@ -209,6 +210,49 @@ def same_for_all(
             words = f"{describe_format(other)}, and expert 0 as {describe_format(found)}"
             raise _different(layer, number, f"it is stored as {words}", where)
     return found
+
+
+_PART = re.compile(r"(.*experts)\.([^.]+)(?:\..*)?", re.ASCII)
+"""A name of something below the experts' module: the module's name, and what stands for the expert's number."""
+
+
+def names_below_experts(entry: str) -> bool:
+    """Whether an exclusion names something of an expert, or of several by a wildcard."""
+    return _PART.fullmatch(entry) is not None
+
+
+@lru_cache(maxsize=4)  # a server asks for each layer
+def _numbers_by_module(entries: tuple[str, ...]) -> Mapping[str, frozenset[str]]:
+    found: dict[str, set[str]] = {}
+    for entry in entries:
+        if (part := _PART.fullmatch(entry)) is not None:
+            # "experts.3*" is ModelOpt's way to write expert 3 with everything below it.
+            number = part[2].removesuffix("*")
+            found.setdefault(part[1], set()).add(number if number.isdecimal() else part[2])
+    return {module: frozenset(numbers) for module, numbers in found.items()}
+
+
+def reject_some_experts(entries: Iterable[str], layer: LayerNames, where: str) -> None:
+    """Refuses a layer that vLLM leaves out by the names of some of its experts.
+
+    Args:
+        entries: exclusions, of which none names the experts' module or what it is in.
+        layer: the layer's names.
+        where: file and field, for messages.
+
+    Raises:
+        CheckpointError: entries name some experts of the layer, and others not.
+    """
+    known = _numbers_by_module(tuple(entries))
+    words = frozenset[str]().union(*(known.get(module, ()) for module in layer.modules))
+    plain = {int(word) for word in words if word.isdecimal() and len(word) < 6}
+    patterns = [word for word in words if not word.isdecimal()]
+    count = layer.num_experts or max(plain, default=0) + 1
+    named = [number in plain or any(fnmatchcase(str(number), each) for each in patterns) for number in range(count)]
+    if words and any(named) and not all(named):
+        first, other = named.index(True), named.index(False)
+        rule = f"it is not excluded by name, and expert {first} is, for which vLLM leaves all of the layer out"
+        raise _different(layer, other, rule, where)
 
 
 def _different(layer: LayerNames, number: int, rule: str, where: str) -> CheckpointError:
