@@ -113,11 +113,8 @@ def config_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     if method in _BY_METHOD:
         return _shortened_notes(_BY_METHOD[method].notes(config, where))
     named = f"quant_method {short_repr(config['quant_method'])} is unknown here"
-    return [
-        f"{named}: a server needs a vLLM, or a plugin, that has it. {did_you_mean(method, _SPELLINGS.values())}".rstrip(
-            ". "
-        )
-    ]
+    hint = did_you_mean(method, _SPELLINGS.values())
+    return [f"{named}: a server needs a vLLM, or a plugin, that has it. {hint}".rstrip(". ")]
 
 
 MAX_SIMILAR_NOTES = 5

@@ -19,8 +19,8 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
 
     vLLM looks up only the experts' module. ``exclude`` excludes it by its own name, by the name of anything below it
     (some matrices of each expert are enough), or by a regular expression after ``re:``, matched from the start. There
-    are no wildcards, and excluding a parent does not exclude the experts below it. In ``layer_quant_config`` the first entry
-    counts that contains the module's name, or that has a ``*`` and matches the whole name.
+    are no wildcards, and excluding a parent does not exclude the experts below it. In ``layer_quant_config`` the first
+    entry counts that contains the module's name, or that has a ``*`` and matches the whole name.
     """
     budget = MatchBudget(where)
     excluded = exclusion_matcher(read_names(config, ("exclude",), where), budget, where)
