@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from tests.lib.cases import CPU, Plain, problem
@@ -126,7 +127,7 @@ ARGUMENTS: dict[str, Any] = {
     "tile": "",
     "expert": {},
     "tensors": {},
-    "builder": None,
+    "builder": SimpleNamespace(for_serving=True),
 }
 """A value for each argument of the contract's methods."""
 

@@ -34,11 +34,11 @@ REFUSED: dict[str, tuple[Convert, str]] = {
     ),
     "nested": (
         lambda expert: expert | {"w2": torch.nested.nested_tensor([torch.zeros(2, 2)])},
-        "its w2 is no dense tensor of plain numbers",
+        "its w2 is not a dense tensor of plain numbers",
     ),
     "sparse": (
         lambda expert: expert | {"z": torch.sparse_coo_tensor(size=(2, 2), check_invariants=True)},
-        "its z is no dense tensor of plain numbers",
+        "its z is not a dense tensor of plain numbers",
     ),
     "huge": (
         lambda expert: expert | {"w2": torch.empty(10**13, dtype=torch.uint8, device="meta")},
@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[Convert, str]] = {
     ),
     "lack of memory": (lambda expert: expert | {"w2": torch.empty(1 << 62, dtype=torch.uint8)}, "allocate"),
     "typed error": (lambda expert: _refuse(), "the codes are odd"),
-    "an attribute's name": (lambda expert: expert | {"training": expert["w2"]}, "a tensor training, a name that"),
+    "an attribute's name": (lambda expert: expert | {"training": expert["w2"]}, "'training' cannot be a parameter's"),
 }
 
 

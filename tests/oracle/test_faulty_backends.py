@@ -131,6 +131,8 @@ def test_a_rule_that_raises_rejects_its_backend(rule: str) -> None:
         ("convert", {"w13": np.zeros(3)}, "of type ndarray, expected Tensor"),
         ("convert", {"w13": torch.tensor(1.0)}, "its w13 has no dimensions"),
         ("convert", {"w13.scale": torch.zeros(1)}, "'w13.scale' cannot be a parameter's name"),
+        ("convert", {"training": torch.zeros(1)}, "'training' cannot be a parameter's name"),
+        ("convert", {"forward": torch.zeros(1)}, "'forward' cannot be a parameter's name"),
         ("check", Rejected((Reason("odd", " "),)), "without a reason"),
         ("hand_overs", (8, 8), "do not ascend"),
         ("hand_overs", (0, 8), "do not ascend"),
@@ -151,6 +153,47 @@ def test_sound_answers_pass_unchanged() -> None:
     assert found.activations(LAYER) in get_args(ActivationPrecision)
     reasons = registry([type("No", (Plain,), {"name": "no", "schemes": ("mxfp8",), "rules": ()})()])["no"]
     assert isinstance(reasons.check(LAYER, CPU), Accepted | Rejected)
+
+
+class Functions:
+    """A builder of experts that are the function itself."""
+
+    max_tokens = 8
+
+    def __init__(self, for_serving: bool) -> None:
+        self.for_serving = for_serving
+
+    def from_function(self, forward: Any) -> Any:
+        return forward
+
+    def from_workspace_function(self, forward: Any, nbytes: Any) -> Any:
+        return forward
+
+
+@pytest.mark.parametrize("way", ["from_function", "from_workspace_function"])
+@pytest.mark.parametrize("for_serving", [False, True])
+def test_a_kernel_that_is_only_tried_cannot_end_the_process(
+    way: str, for_serving: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nor write to standard output, which may hold JSON. While it serves, nothing stands between vLLM and it."""
+
+    def kernel(*args: Any) -> None:
+        print("a kernel's words")
+        os.write(1, b"and those below Python")
+        raise SystemExit(0)
+
+    def build(self: Any, tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
+        return getattr(builder, way)(kernel, *([len] if way == "from_workspace_function" else []))
+
+    made = type("Ending", (Plain,), {"name": "ending", "build_experts": build})()
+    experts = registry([made])["ending"].build_experts({}, LAYER, ARGUMENTS["plan"], Functions(for_serving))
+    if for_serving:
+        assert experts is kernel
+        return
+    with pytest.raises(BackendDefect, match="backend ending: its kernel raised SystemExit: 0"):
+        experts()
+    written = capfd.readouterr()
+    assert not written.out and "a kernel's words" in written.err and "below Python" in written.err
 
 
 # --- What must pass ---------------------------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from .. import backends as builtin_package
-from ..backends import Backend
+from ..backends import Backend, Builder, Forward, Tensors, WorkspaceForward
 from ..core.decision import Rejected, ShardPlan
 from ..core.problem import Problem
 from ..errors import BackendDefect, OracleError, RegistryError, describe_error, is_interruption, is_out_of_memory
@@ -183,16 +183,22 @@ def _kernel_tensors_mismatch(tensors: Mapping[str, Any], expert: Mapping[str, An
     """Kernel tensors become parameters of vLLM's layer, `[experts, *shape]` each. Memory is reserved for them before
     weights are loaded, by the shapes of a conversion that computes nothing."""
     for name, tensor in tensors.items():
-        if not name.isidentifier():
+        if not name.isidentifier() or name in _module_attributes():
             return f"{name!r} cannot be a parameter's name"
         if tensor.is_nested or tensor.is_quantized or str(tensor.layout) != "torch.strided":
-            return f"its {name} is no dense tensor of plain numbers"
+            return f"its {name} is not a dense tensor of plain numbers"
         if not tensor.dim():
             return f"its {name} has no dimensions; an expert's scalar has shape [1]"
     given, size = (sum(each.nbytes for each in some.values()) for some in (expert, tensors))
     if size > MAX_GROWTH * given + MAX_EXTRA_BYTES:
         return f"its tensors have {size} bytes, those of the expert that it got have {given}"
     return ""
+
+
+@cache
+def _module_attributes() -> frozenset[str]:
+    """Names that every torch module has. Asked where there are tensors, so that torch is imported."""
+    return frozenset(dir(sys.modules["torch"].nn.Module()))
 
 
 _Rule = Callable[[Any, Any], str]
@@ -269,9 +275,19 @@ class CheckedBackend(Backend):
         rule = f"backend {self.name}: its method {method} {words}"
         return BackendDefect(rule, f"Report it to the maintainers of {self._origin}; {self._remedy}")
 
+    def _kernel_defect(self, error: BaseException) -> BackendDefect:
+        rule = f"backend {self.name}: its kernel raised {describe_error(error)}"
+        return BackendDefect(rule, f"Report it to the maintainers of {self._origin}; {self._remedy}")
+
     @property
     def _remedy(self) -> str:
         return f"{env_var('disable')}={self.name} leaves it out"
+
+    def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
+        """As the backend's. A third party's function is watched where the experts are only tried."""
+        if self._watched and not builder.for_serving:
+            builder = cast("Builder", _WatchedBuilder(builder, self))
+        return self._call("build_experts", _check_of(Any), None, (tensors, problem, plan, builder), {})
 
     def _call(
         self, method: str, check: _Check, rule: _Rule | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -296,6 +312,45 @@ class CheckedBackend(Backend):
         return value
 
 
+_Function = TypeVar("_Function", Forward, WorkspaceForward)
+
+
+class _WatchedBuilder:
+    """A `Builder` for experts that are only tried. Their function, a third party's, is watched in each call, raises no
+    `SystemExit` that would end the tool with the status 0, and prints to standard error."""
+
+    def __init__(self, builder: Builder, backend: CheckedBackend) -> None:
+        self._builder, self._backend = builder, backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._builder, name)
+
+    def from_function(self, forward: Forward) -> Any:
+        """As the builder's."""
+        return self._builder.from_function(self._watched(forward))
+
+    def from_workspace_function(self, forward: WorkspaceForward, nbytes: Callable[[int, int], int]) -> Any:
+        """As the builder's."""
+        return self._builder.from_workspace_function(self._watched(forward), nbytes)
+
+    def _watched(self, forward: _Function) -> _Function:
+        backend = self._backend
+
+        @wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> None:
+            with third_party_code(f"backend {backend.name}: its kernel has been running", backend._remedy):
+                try:
+                    forward(*args, **kwargs)
+                except Exception:  # who calls names the call and the backend
+                    raise
+                except BaseException as error:
+                    if is_interruption(error):
+                        raise
+                    raise backend._kernel_defect(error) from error
+
+        return call
+
+
 def unchecked(backend: Backend) -> Backend:
     """The backend behind the boundary."""
     return backend._backend if isinstance(backend, CheckedBackend) else backend
@@ -318,10 +373,12 @@ def _checked(name: str) -> Callable[..., Any]:
 
 
 for _name in METHODS:
-    setattr(CheckedBackend, _name, _checked(_name))
+    if _name not in vars(CheckedBackend):
+        setattr(CheckedBackend, _name, _checked(_name))
 abc.update_abstractmethods(CheckedBackend)  # type: ignore[type-abstract]  # until this line it is
 
 
 def is_own(backend: Backend) -> bool:
-    """Whether a backend, checked or not, is one of this package, and no third party's."""
-    return type(unchecked(backend)).__module__.startswith(f"{__package__.partition('.')[0]}.backends.")
+    """Whether a backend of a registry is one of this package, and no third party's, which may be an instance of a class
+    of ours."""
+    return isinstance(backend, CheckedBackend) and not backend._watched
