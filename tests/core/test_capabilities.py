@@ -281,6 +281,11 @@ def test_ranks_are_at_least_one(name: str) -> None:
         Activation("silu", limit=-1.0),
         Activation("swigluoai", alpha=float("nan")),
         Activation("silu", limit=float("inf")),
+        # Beyond float32, in which kernels take them.
+        Activation("swigluoai", limit=1e39),
+        Activation("swigluoai", limit=1e-50),
+        Activation("swigluoai", alpha=1e300),
+        Activation("silu", beta=-1e39),
     ],
 )
 def test_parameters_without_a_meaning_are_refused(activation: Activation) -> None:

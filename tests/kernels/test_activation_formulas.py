@@ -8,6 +8,7 @@ line here.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -55,9 +56,9 @@ WORDS = {
 def _cases() -> Iterator[Activation]:
     """Each entry of the table with each of its parameters, at values that are not the defaults, and without them."""
     for name, spec in ACTIVATIONS.items():
-        alpha, beta = (1.25 if "alpha" in spec.formula else None), (1.5 if "beta" in spec.formula else None)
+        alpha, beta = (1.25 if "alpha" in spec.parameters else None), (1.5 if "beta" in spec.parameters else None)
         if spec.gated:
-            for limit in (2.0,) if "limit" in spec.formula else (None,) if spec.bounds_outputs else (None, 2.0):
+            for limit in (2.0,) if "limit" in spec.parameters else (None,) if spec.bounds_outputs else (None, 2.0):
                 yield Activation(name, alpha=alpha, beta=beta, limit=limit)
             if not spec.bounds_outputs and (alpha or beta):
                 yield Activation(name)
@@ -70,13 +71,13 @@ CASES = list(_cases())
 
 def stated(activation: Activation) -> Any:
     """What the table's formula gives; a limit that the formula does not name clamps gate and up before it."""
-    formula, limit = spec_of(activation).formula, activation.limit
+    spec, limit = spec_of(activation), activation.limit
     gate, up = (GATE, UP) if activation.gated else (GATE, np.ones(()))
-    if limit is not None and "limit" not in formula:
+    if limit is not None and "limit" not in spec.parameters:
         gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
     alpha, beta = alpha_beta(activation)
     values = {"gate": gate, "up": up, "x": gate, "alpha": alpha, "beta": beta, "limit": limit}
-    return eval(formula, {"__builtins__": {}}, WORDS | values)
+    return eval(spec.formula, {"__builtins__": {}}, WORDS | values)
 
 
 def in_float64(function: Any) -> Callable[..., Any]:
@@ -88,6 +89,14 @@ def in_float64(function: Any) -> Callable[..., Any]:
     triton = SimpleNamespace(**{name: getattr(np, name) for name in np.__all__}, static_assert=static_assert)
     libdevice = SimpleNamespace(erf=_erf, tanh=np.tanh)
     return FunctionType(function.fn.__code__, {"tl": triton, "libdevice": libdevice, "__builtins__": {}})
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_declared_parameters_are_those_of_the_formula(name: str) -> None:
+    spec = ACTIVATIONS[name]
+    words = set(re.findall("[a-z]+", spec.formula))
+    assert {*spec.parameters} == words & {"alpha", "beta", "limit"}
+    assert {*spec.required} <= {*spec.parameters}
 
 
 @pytest.mark.parametrize("activation", CASES, ids=str)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..core.activations import GATED, UNGATED
+from ..core.activations import GATED, UNGATED, spec_of
 from ..core.capabilities import Capabilities, Rule
 from ..core.decision import Numerics, ShardPlan
 from ..core.problem import Activation, ActivationPrecision, Device, Problem
@@ -345,10 +345,10 @@ def _describe_precisions(problem: Problem) -> str:
 
 def _has_bounds(activation: Activation) -> bool:
     """Whether a function that is bounded by its parameters has them."""
-    if activation.name == "situ":
-        alpha, beta = activation.alpha or 0.0, 1.0 if activation.beta is None else activation.beta
-        return alpha > 0 and beta > 0
-    return activation.name != "swiglustep" or activation.limit is not None
+    spec = spec_of(activation)
+    stated = {name: value for name in spec.parameters if (value := getattr(activation, name)) is not None}
+    positive = not spec.bounds_outputs or all(value > 0 for value in stated.values())
+    return positive and set(spec.required) <= set(stated)
 
 
 BACKEND = Emulation()

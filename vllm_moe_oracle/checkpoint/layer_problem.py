@@ -255,7 +255,8 @@ def _activation(config: CheckpointFiles, index: int) -> Activation:
     )
     if from_code == "swiglustep" and not limit:  # layers without a limit compute what the config says (Step-3.5)
         from_code, name = "", activations.canonical_name(word)
-    if name == "situ":
+    known = activations.ACTIVATIONS.get(name)
+    if known is not None and known.bounds_outputs:
         return Activation(name, alpha=alpha, beta=beta if beta and beta > 0 else None)
     # A limit of zero switches the clamp of a layer off (Step-3.5), but for a formula that has a limit built in.
     limit = limit if name == "swigluoai" else limit or None

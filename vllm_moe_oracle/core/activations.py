@@ -9,12 +9,14 @@ emulation supports the whole table, the Hopper backends every entry with a `kern
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from .problem import Activation
+
+_LARGEST_FLOAT32, _SMALLEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127, 2.0**-149
+"""The largest number of float32 and its smallest above 0."""
 
 _SWIGLU_FIELDS = MappingProxyType({"alpha": "swiglu_alpha", "beta": "swiglu_beta", "limit": "swiglu_limit"})
 
@@ -26,6 +28,9 @@ class ActivationSpec:
     Attributes:
         name: vLLM's name without its suffixes ``_no_mul`` and ``_uninterleave``.
         formula: the function of ``gate`` and ``up``; of ``x`` when there is no gate.
+        parameters: which of alpha, beta and limit the formula names. A limit that it does not name clamps gate and up
+            before it, unless `bounds_outputs`.
+        required: the parameters without which the formula has no value.
         gated: some models use it with a gate.
         ungated: some models use it without a gate.
         alpha: what the formula uses where the layer states no alpha.
@@ -44,6 +49,8 @@ class ActivationSpec:
 
     name: str
     formula: str
+    parameters: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
     gated: bool = True
     ungated: bool = False
     alpha: float = 1.0
@@ -62,6 +69,7 @@ _TABLE = (
     ActivationSpec(
         "silu",
         "gate * sigmoid(alpha * gate) * (up + beta)",
+        parameters=("alpha", "beta"),
         ungated=True,
         aliases=("swish",),
         kernel="swiglu",
@@ -77,6 +85,7 @@ _TABLE = (
     ActivationSpec(  # gpt-oss's modeling code
         "swigluoai",
         "gate * sigmoid(alpha * gate) * (up + beta)",
+        parameters=("alpha", "beta"),
         alpha=1.702,
         beta=1.0,
         limit=7.0,
@@ -87,6 +96,8 @@ _TABLE = (
     ActivationSpec(  # Kimi-K3's modeling code; without a beta, up enters as it is
         "situ",
         "alpha * tanh(gate / alpha) * sigmoid(gate) * beta * tanh(up / beta)",
+        parameters=("alpha", "beta"),
+        required=("alpha",),
         config_fields=MappingProxyType({"alpha": "activation_situ_beta", "beta": "activation_situ_linear_beta"}),
         quant_config_params=False,
         bounds_outputs=True,
@@ -94,6 +105,8 @@ _TABLE = (
     ActivationSpec(  # Step-3.5's modeling code: the limit clamps silu(gate), not gate
         "swiglustep",
         "min(silu(gate), limit) * clamp(up, -limit, limit)",
+        parameters=("limit",),
+        required=("limit",),
         limit=7.0,
         model_types=frozenset({"step3p5", "step5"}),
         quant_config_params=False,
@@ -148,22 +161,25 @@ def undefined_parameters(activation: Activation) -> tuple[str, ...]:
     """What the layer states of alpha, beta and limit, but its formula does not use, and no reference could check.
 
     Alpha 1 and beta 0, which change nothing, are not among them where the table has no others. A number that is not
-    finite is, and a limit that is not above 0: it would leave nothing.
+    finite in float32, in which kernels take it, is among them, and so is a limit that is not above 0: it would leave
+    nothing.
     """
     spec = spec_of(activation)
-    formula = spec.formula if activation.gated else ""
-    alone = {"alpha": 1.0, "beta": 0.0} if (spec.alpha, spec.beta) == (1.0, 0.0) and activation.name != "situ" else {}
+    used = spec.parameters if activation.gated else ()
+    alone = {"alpha": 1.0, "beta": 0.0} if (spec.alpha, spec.beta) == (1.0, 0.0) and not spec.bounds_outputs else {}
     found = [
         name
         for name in ("alpha", "beta")
-        if (value := getattr(activation, name)) is not None and name not in formula and value != alone.get(name)
+        if (value := getattr(activation, name)) is not None and name not in used and value != alone.get(name)
     ]
-    # A limit clamps the gate and up of any formula but situ's, which has bounds of its own.
+    # A limit clamps the gate and up of any formula but those that have bounds of their own.
     if activation.limit is not None and (not activation.gated or spec.bounds_outputs):
         found.append("limit")
     for name in ("alpha", "beta", "limit"):
         value = getattr(activation, name)
-        if value is not None and (not math.isfinite(value) or (name == "limit" and value <= 0)) and name not in found:
+        if value is None or name in found:
+            continue
+        if not abs(value) <= _LARGEST_FLOAT32 or (name == "limit" and value < _SMALLEST_FLOAT32):
             found.append(name)
     return tuple(found)
 
