@@ -61,24 +61,12 @@ def fused_moe_fp8(
     apply_router_weight_on_input: bool = False,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Runs a layer as `fused_moe`, with products in fp8.
+    """Runs a layer as `fused_moe`, whose arguments it takes, with products in fp8; returns out.
 
     x and h enter the products as e4m3 with one float32 scale a token (`fp8_quantize.quantize_rows`), h after it was
-    rounded to x's dtype.
-
-    Args:
-        x: as of `fused_moe`; also `topk_weights`, `topk_ids`, the activation with its parameters, `out`, `expert_map`,
-            `apply_router_weight_on_input` and `pdl`.
-        weights: e4m3 with a float32 scale per row; or MXFP4 as `fused_moe` reads it in bfloat16, whose rows must keep
-            `wgmma_fragments.MAX_E4M3_SPREAD`.
-        workspace: scratch of at least `workspace_bytes(...)` bytes.
-
-    Returns:
-        out.
-
-    Raises:
-        ValueError: a tensor's shape, dtype or device does not fit, the workspace is too small, or the activation has no
-            kernel.
+    rounded to x's dtype. `weights` are e4m3 with a float32 scale per row, or MXFP4 as `fused_moe` reads it in bfloat16,
+    whose rows must keep `wgmma_fragments.MAX_E4M3_SPREAD`; `workspace` has `workspace_bytes(...)` bytes. ValueError: a
+    shape, dtype or device does not fit, the workspace is too small, or the activation has no kernel.
     """
     check_arguments(x, weights, topk_weights, topk_ids, activation, out)
     packed = isinstance(weights, PackedWeights)
