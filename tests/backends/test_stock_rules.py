@@ -7,8 +7,10 @@ the reason stands in `STRICTER` or `UNTRIED`; where it takes what the release do
 from __future__ import annotations
 
 import dataclasses
+from importlib import import_module
 
 import pytest
+import torch
 
 from tests.lib.releases import some_releases
 from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, load
@@ -33,6 +35,7 @@ from tests.lib.stock_rules import (
     stock_of,
     usual,
 )
+from vllm_moe_oracle.core.decision import ShardPlan
 from vllm_moe_oracle.core.problem import Routing
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.releases.supported import NEWEST
@@ -170,6 +173,18 @@ def test_what_stock_no_longer_claims_needs_no_reason(release: str) -> None:
             assert found._supports_current_device(), (name, what)
         elif what in ACTIVATIONS:
             assert claims_activation(found, names, what, ACTIVATIONS[what]), (name, what)
+
+
+@every_backend
+def test_every_attribute_reaches_the_builder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper, layer = import_module(f"vllm_moe_oracle.backends.{name}").BACKEND, usual(name)
+    attributes = {"quantize_inputs": "mxfp8", "swizzle_input_scales": True, "padded_layer": True}
+    for attribute, value in attributes.items():
+        monkeypatch.setattr(type(wrapper), attribute, value)
+    plan = ShardPlan(layer.hidden_size, layer.intermediate_size)
+    tensors = {key: torch.zeros(1, 1, 1) for key in ("w13_scale", "w2_scale")}
+    found = wrapper.stock_arguments(tensors, layer, plan)
+    assert (found["inputs"], found["swizzled"], found["plan"]) == ("mxfp8", True, plan)
 
 
 # --- Padding --------------------------------------------------------------------------------------------------------

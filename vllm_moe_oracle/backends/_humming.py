@@ -277,7 +277,7 @@ class HummingBackend(StockBackend):
 
     def stock_arguments(self, tensors: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Any]:
         """The library's own description of both matrices comes from the layer and its tensors."""
-        return {"problem": problem, "tensors": tensors}
+        return super().stock_arguments(tensors, problem, plan) | {"problem": problem, "tensors": tensors}
 
     def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
         """An instance of the stock class; on a GPU its sums have few parts, see `limit_k_splits`."""

@@ -133,7 +133,8 @@ class MarlinWna16(MarlinBackend):
 
     def stock_arguments(self, tensors: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Any]:
         """The width of the codes, and what older releases need for act order."""
-        return {"weights": f"int{problem.scheme.bits}", "problem": problem, "tensors": tensors}
+        own = {"weights": f"int{problem.scheme.bits}", "problem": problem, "tensors": tensors}
+        return super().stock_arguments(tensors, problem, plan) | own
 
 
 def _act_order(

@@ -87,7 +87,8 @@ class TritonWna16(StockBackend):
         """
         group = loaded_group_size(problem)
         largest = max(plan.hidden_size, plan.intermediate_size)
-        return {"weights": f"int{problem.scheme.bits}", "group": largest if group == -1 else group}
+        own = {"weights": f"int{problem.scheme.bits}", "group": largest if group == -1 else group}
+        return super().stock_arguments(tensors, problem, plan) | own
 
 
 BACKEND = TritonWna16()
