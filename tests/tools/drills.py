@@ -228,7 +228,10 @@ def _add_format(tree: TreeCopy) -> None:
 _SPECS, _IN_TORCH, _IN_KERNELS = (
     f"{PACKAGE}/{name}.py" for name in ("core/activations", "kernels/activations", "kernels/epilogue")
 )
-_ENTRY = '    ActivationSpec("hardswish", "gate * clamp(alpha * gate + 3, 0, 6) / 6 * up", kernel="hardswish"),\n'
+_ENTRY = (
+    '    ActivationSpec("hardswish", "gate * clamp(alpha * gate + 3, 0, 6) / 6 * up", kernel="hardswish", '
+    'parameters=("alpha",)),\n'
+)
 _TORCH_BRANCH = '    if name == "hardswish":\n        return x * (alpha * x + 3.0).clamp(0.0, 6.0) / 6.0\n'
 _KERNEL_BRANCH = (
     '    elif ACTIVATION == "hardswish":\n'
