@@ -3,8 +3,9 @@
 The sources of a setting, in increasing precedence: its default, the environment variable ``MOE_ORACLE_<NAME>``, vLLM's
 ``--additional-config '{"moe_oracle": {"<name>": ...}}'`` and, in the command line tool, ``--set name=value``. Settings
 that take effect before an engine has a config (`enabled`, `force`, `strict`) are refused in ``--additional-config``. An
-unknown name or an invalid value is an error that lists the valid ones. An empty variable (``MOE_ORACLE_BACKEND=``)
-counts as not set, because scripts and container files pass variables on that way.
+unknown name or an invalid value is an error that lists the valid ones. Spaces
+around a value are removed; a variable that is then empty (``MOE_ORACLE_BACKEND=``) counts as not set, because scripts
+and container files pass variables on that way.
 """
 
 from __future__ import annotations
@@ -106,13 +107,13 @@ def _decimal_text(value: object) -> str:
 
 def _name(value: object, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise SettingError(f"{value!r} is not a name", where=where)
+        raise SettingError(f"{value!r} is not a name", "Write a name, or leave the setting out", where)
     return value.strip()
 
 
 def _path(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise SettingError(f"{value!r} is not a path", where=where)
+        raise SettingError(f"{value!r} is not a path", "Write a path as a text", where)
     return value
 
 
@@ -129,7 +130,7 @@ def _one_of(words: tuple[str, ...]) -> Callable[[object, str], str]:
         word = str(value).strip().lower()
         if word in words:
             return word
-        raise SettingError(f"{value!r} is not one of {', '.join(words)}", where=where)
+        raise SettingError(f"{value!r} is not one of {', '.join(words)}", "Write one of them", where)
 
     return read
 
@@ -342,8 +343,10 @@ def load(
 
     def put(name: str, value: object, where: str) -> None:
         if isinstance(value, int) and value.bit_length() > 63:  # Python neither prints nor converts the largest
-            raise SettingError(f"an integer of {value.bit_length()} bits is too large for any setting", where=where)
-        values[name] = FIELDS[name].metadata["read"](value, where)
+            rule = f"an integer of {value.bit_length()} bits is too large for any setting"
+            raise SettingError(rule, "Write a smaller one", where)
+        text = value.strip() if isinstance(value, str) else value
+        values[name] = FIELDS[name].metadata["read"](text, where)
         sources[name] = where
 
     variables = {env_var(name): name for name in FIELDS}
@@ -354,7 +357,7 @@ def load(
         if key.startswith(ENV_PREFIX):
             if key not in variables:
                 raise _unknown_setting(key, sorted(variables), "environment")
-            if not value:
+            if not value.strip():
                 continue
             put(variables[key], value, f"environment variable {key}")
 
@@ -381,7 +384,7 @@ def is_strict(environment: Mapping[str, str] | None = None) -> bool:
     """
     value = (os.environ if environment is None else environment).get(env_var("strict"))
     try:
-        return bool(value) and _boolean(value, "")
+        return bool(value and value.strip()) and _boolean(value, "")
     except SettingError:
         return True
 
@@ -477,15 +480,16 @@ def cache_dir(settings: Settings) -> Path:
         try:
             return Path(settings.cache).expanduser()
         except RuntimeError as error:  # ~NAME of an unknown user
-            rule = f"{settings.cache!r} is not a directory: {error}"
-            raise SettingError(rule, "Name one", settings.source("cache")) from error
+            rule = f"{settings.cache!r} is not a directory: {str(error).rstrip('.')}"
+            raise SettingError(rule, "Write the path of one", settings.source("cache")) from error
     base = get_env("XDG_CACHE_HOME")
     if base and Path(base).is_absolute():  # the XDG specification: relative paths are ignored
         return Path(base) / "vllm-moe-oracle"
     try:
         return Path.home() / ".cache" / "vllm-moe-oracle"
     except RuntimeError as error:
-        raise SettingError(f"there is no cache directory: {error}", "Set MOE_ORACLE_CACHE to one", "cache") from error
+        rule = f"there is no cache directory: {str(error).rstrip('.')}"
+        raise SettingError(rule, f"Set {env_var('cache')} to one", "cache") from error
 
 
 def report_path(settings: Settings) -> Path | None:

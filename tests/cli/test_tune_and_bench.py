@@ -141,6 +141,44 @@ def test_imports_say_what_was_kept(run: Run, tmp_path: Path) -> None:
     assert made["environment"]["gpu"] == "NVIDIA H200" and (tmp_path / "p.json").exists()
 
 
+def test_of_two_imported_measurements_the_later_one_is_kept(run: Run, tmp_path: Path) -> None:
+    from vllm_moe_oracle.measurements import profile
+
+    head, line = CHOICES.read_text().splitlines()[:2]
+    first = json.loads(line)
+    name = next(each for each in first["activations"] if each in first["us"])
+    slow = first | {"us": first["us"] | {name: 3 * first["us"][name]}}
+    slow["quartiles"] = first["quartiles"] | {name: [3 * each for each in first["quartiles"][name]]}
+    failed = first | {"us": {key: us for key, us in first["us"].items() if key != name}, "failures": {name: "wrong"}}
+    files = {"first": first | {"tiles": {name: "BLOCK_M=16"}}, "slow": slow, "failed": failed}
+    for key, record in files.items():
+        (tmp_path / key).write_text(f"{head}\n{json.dumps(record)}\n")
+    out = tmp_path / "p.json"
+    count = run("tune", "--import", tmp_path / "first", "--export", out, "--json").json["measurements"]
+    for later in files:
+        words = ("tune", "--import", tmp_path / "first", "--import", tmp_path / later, "--export", out, "--json")
+        result = run(*words)
+        assert result.json["measurements"] == count
+        assert ("1 measurements replace earlier ones that differ" in result.err) == (later != "first"), result.err
+        (entry,) = profile.read(out).entries
+        (kept,) = [each for each in profile.read(out).samples(entry.kernel_shape) if each.backend == name]
+        assert (kept.failure, kept.tile) == (
+            "wrong" if later == "failed" else "",
+            "BLOCK_M=16" if later == "first" else "",
+        )
+        assert later != "slow" or kept.us == pytest.approx(slow["us"][name], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("rest", "words"), [("", "has no measurements"), ('{"layer": {"na\n', "line 2 is not a record")]
+)
+def test_an_import_without_complete_records_writes_nothing(run: Run, tmp_path: Path, rest: str, words: str) -> None:
+    path = tmp_path / "b.jsonl"
+    path.write_text(f"{CHOICES.read_text().splitlines()[0]}\n{rest}")
+    result = run("tune", "--import", path, "--export", tmp_path / "p.json")
+    assert result.status == 2 and words in result.err and not (tmp_path / "p.json").exists()
+
+
 def test_an_export_does_not_lose_what_a_file_has(run: Run, tmp_path: Path) -> None:
     path, part = tmp_path / "p.json", tmp_path / "part.jsonl"
     for _ in range(2):  # the same layers replace themselves
@@ -187,8 +225,8 @@ def test_out_of_memory_in_a_benchmark_is_not_imported_as_a_failure(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tiles": "none"}, "is not a file of bench records: "),
-        ({"activations": ["16bit"]}, "is not a file of bench records: "),
+        ({"tiles": "none"}, "line 2 is not a record: "),
+        ({"activations": ["16bit"]}, "line 2 is not a record: "),
         ({"tokens": 1 << 40}, "invalid measurement"),
     ],
 )

@@ -57,6 +57,8 @@ GOOD: list[tuple[str, object, object]] = [
     ("activations", "16bit", "16bit"),
     ("report", "some/file.jsonl", "some/file.jsonl"),
     ("rank_sync_timeout", "90", 90.0),
+    ("rank_sync_timeout", " 5\n", 5.0),
+    ("report", " some/file.jsonl ", "some/file.jsonl"),
     ("rank_sync_timeout", 0.5, 0.5),
     ("overrides", "", ()),
     ("overrides", r"re:layers\.[0-9]\.=marlin", (Override(r"layers\.[0-9]\.", "marlin"),)),
@@ -76,7 +78,7 @@ def test_values_are_read(name: str, given_value: object, expected: object) -> No
 
 
 TIMEOUT = "rank_sync_timeout"
-ODD_NUMBERS = ("\u0665\u0665", "\uff15", "1_0", "+5", " 5", "5 ", "5\n", "0x10", "1e1", "5.", ".5", "5,0", "--5")
+ODD_NUMBERS = ("\u0665\u0665", "\uff15", "1_0", "+5", "0x10", "1e1", "5.", ".5", "5,0", "--5")
 """What Python reads as numbers, or other languages do, and a setting does not."""
 BAD: list[tuple[str, object, str]] = [
     *[(name, "maybe", "'maybe' is not a boolean. Write one of 0, 1, false, no, off, on, true") for name in BOOLEANS],
@@ -90,7 +92,7 @@ BAD: list[tuple[str, object, str]] = [
     ],
     *[
         ("min_time_saving", value, r"is not in \[0, 1\)\. Write a number from 0 to 0\.999, or a percentage: 3%")
-        for value in ("1", "-0.1", "nan", "inf%", "100%", 1e300, True, None, {}, "%", "3%%", " 3%", "\u0663%", "1_0%",
+        for value in ("1", "-0.1", "nan", "inf%", "100%", 1e300, True, None, {}, "%", "3%%", "\u0663%", "1_0%",
                       "0.0_1", "1e-2", "\uff10.\uff11")
     ],
     *[
@@ -103,7 +105,6 @@ BAD: list[tuple[str, object, str]] = [
     ("objective", "1e3:1", "'1e3:1' is not TOKENS:WEIGHT"),
     ("objective", {8: 1e300}, "is not TOKENS:WEIGHT"),
     ("objective", "8:10000000", "the weight 10000000 is not in 0.000001 to 1000000"),
-    ("backend", "  ", "'  ' is not a name"),
     ("backend", 3, "3 is not a name"),
     ("backend", ["a"], r"\['a'\] is not a name"),
     ("disable", 3, "3 is not a list of names. Separate names with commas"),
@@ -144,16 +145,17 @@ def test_values_that_cannot_be_taken_are_errors_that_name_the_place(name: str, v
         assert caught.value.where == f"assignments.{name}"
 
 
+@pytest.mark.parametrize("text", ["", " ", "\t\n"])
 @pytest.mark.parametrize("name", FIELDS)
-def test_empty_variable_counts_as_unset(name: str) -> None:
-    chosen = load({env_var(name): ""})
+def test_empty_variable_counts_as_unset(name: str, text: str) -> None:
+    chosen = load({env_var(name): text})
     assert getattr(chosen, name) == getattr(Settings(), name) and chosen.source(name) == "default"
     # Said by hand to one run, nothing is a value like others, which most settings cannot take.
     if name in ("disable", "overrides", "cache", "profile", "report"):
-        assert load({}, None, {name: ""}).source(name) == f"assignments.{name}"
+        assert load({}, None, {name: text}).source(name) == f"assignments.{name}"
     else:
         with pytest.raises(SettingError):
-            load({}, None, {name: ""})
+            load({}, None, {name: text})
 
 
 def test_an_unknown_variable_is_an_error_also_when_it_is_empty() -> None:
@@ -218,7 +220,7 @@ def test_startup_settings_are_refused_in_the_engine_config(name: str, value: obj
 
 @pytest.mark.parametrize(
     ("value", "wanted"),
-    [(None, False), ("0", False), ("off", False), ("1", True), ("perhaps", True), ("", False), (" ", True)],
+    [(None, False), ("0", False), ("off", False), ("1", True), ("perhaps", True), ("", False), (" ", False)],
 )
 def test_strict_can_be_read_whatever_the_others_are(value: str | None, wanted: bool) -> None:
     others = {"MOE_ORACLE_BAKEND": "x"}

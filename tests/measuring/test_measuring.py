@@ -626,6 +626,7 @@ def test_bench_prints_a_table_and_writes_records(
         file.write('{"layer": {"na')  # a run that was ended
     status, out, err = pretended(capsys, "tune", "--import", tmp_path / "b.jsonl", "--export", tmp_path / "p.json")
     assert status == 0 and "4 measurements of 1 layers, NVIDIA Pretended" in out, err
+    assert "line 4 is unfinished and left out" in err
     made = profile.read(tmp_path / "p.json")
     assert made.environment == Environment.of(HERE) and made.conditions["command"].startswith("vllm-moe-oracle bench")
     found = {(each.backend, each.tokens): each for each in made.samples(kernel_shape_of(LAYERS["mxfp8"]))}

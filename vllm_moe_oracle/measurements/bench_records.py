@@ -6,7 +6,7 @@ line is a `BenchRecord`: the times of all backends of one layer at one number of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,37 +141,45 @@ def needs_longer(waited: float, seconds: float) -> bool:
     return 0 < waited < 0.9 * seconds
 
 
-def read_samples(path: Path) -> tuple[Environment, dict[str, str], dict[KernelShape, list[Sample]]]:
+def read_samples(
+    path: Path, note: Callable[[str], None] | None = None
+) -> tuple[Environment, dict[str, str], dict[KernelShape, list[Sample]]]:
     """The samples of a file of records, without stock layers.
 
     Args:
-        path: the file. A truncated last line is ignored.
+        path: the file.
+        note: is told that the last line is no JSON and has no newline, and is left out: its writer was interrupted.
+            None makes it an error.
 
     Returns:
         Where the samples were taken, the command and the method, and the samples by kernel shape.
 
     Raises:
-        MeasurementError: the file cannot be read, or is not a file of records.
+        MeasurementError: the file cannot be read, is not a file of records, or has none.
     """
     where = str(path)
     data = read_limited(path)
     with boundary(MeasurementError, "is not a file of bench records", _REMEDY, where):
         head, _, rest = data.partition(b"\n")
         conditions = msgspec.json.decode(head, type=_FirstLine).conditions
-        environment, lines = conditions.environment, rest.splitlines()
+        environment, lines = conditions.environment, rest.split(b"\n")
+        unfinished = len(lines) - 1  # "" after a newline at the end
         found: dict[KernelShape, list[Sample]] = {}
         for number, line in enumerate(lines):
+            if number == unfinished and not line.strip():
+                break
             try:
                 record = msgspec.json.decode(line, type=BenchRecord)
-            except msgspec.ValidationError:
-                raise
-            except msgspec.DecodeError:
-                if number + 1 == len(lines):
+            except msgspec.DecodeError as error:
+                if note and number == unfinished and not isinstance(error, msgspec.ValidationError):
+                    note(f"{path}: line {number + 2} is unfinished and left out")
                     break
-                raise
+                raise MeasurementError(f"line {number + 2} is not a record: {error}", _REMEDY, where) from error
             found.setdefault(record.kernel_shape, []).extend(record.samples(conditions.routing))
     if not environment.is_valid:
         raise MeasurementError("has an invalid environment", where=where)
+    if not any(found.values()):
+        raise MeasurementError("has no measurements", _REMEDY, where)
     if not all(shape.is_valid for shape in found):
         raise MeasurementError("has an invalid layer", where=where)
     if invalid := [each for samples in found.values() for each in samples if not each.is_valid]:

@@ -111,6 +111,9 @@ def make(
         environment: where they were taken.
         samples: samples by kernel shape.
         conditions: how they were taken.
+
+    Raises:
+        MeasurementError: samples of one backend differ in what a profile has once for each backend.
     """
     entries = [Entry(shape, _times_by_backend(found)) for shape, found in sorted(samples.items())]
     return Profile(FORMAT, VERSION, environment, tuple(entries), dict(conditions))
@@ -133,8 +136,16 @@ def _times_by_backend(samples: Iterable[Sample]) -> dict[str, BackendTimes]:
                 times.setdefault(each.routing, {})[str(each.tokens)] = numbers
             if each.tile:
                 tiles.setdefault(each.routing, {})[str(each.tokens)] = each.tile
+        for kinds, words in (
+            ({each.activations for each in found}, "precisions of activations"),
+            ({each.router for each in found if not each.failure}, "kinds of times, with the router and without it"),
+        ):
+            if len(kinds) > 1:
+                rule = f"{backend} has measurements of {len(kinds)} {words}, and a profile has one for each backend"
+                raise MeasurementError(rule, "Keep those of each kind in a profile of their own")
+        router = any(each.router for each in found)
         error = float(f"{max(each.error for each in found):.3g}")
-        timings[backend] = BackendTimes(found[0].activations, times, error, found[0].router, failures, tiles)
+        timings[backend] = BackendTimes(found[0].activations, times, error, router, failures, tiles)
     return timings
 
 
@@ -176,7 +187,11 @@ def read(path: Path) -> Profile:
     """
     where = str(path)
     remedy = "Make one with: vllm-moe-oracle tune MODEL --export FILE"
-    data = read_limited(path)
+    return _decode(read_limited(path), remedy, where)
+
+
+def _decode(data: bytes, remedy: str, where: str) -> Profile:
+    """A profile from its bytes; raises as `read` does."""
     with boundary(MeasurementError, "is not a profile of measurements", remedy, where):
         header = msgspec.json.decode(data, type=_Header)
         if header.format != FORMAT:
@@ -322,16 +337,19 @@ def _measured(profile: Profile) -> set[tuple[KernelShape, str, int]]:
 
 
 def write(profile: Profile, path: Path) -> None:
-    """Writes a profile atomically.
+    """Writes a profile atomically, after it was read back: what could not be read replaces no file.
 
     Raises:
-        MeasurementError: the file cannot be written.
+        MeasurementError: the profile is invalid, or the file cannot be written.
     """
+    data = encode(profile)
+    _decode(data, "Leave those measurements out", f"the profile for {path}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, encode(profile))
+        write_whole(path, data)
     except OSError as error:
-        raise MeasurementError(f"cannot be written: {error.strerror}", where=str(path)) from error
+        remedy = "Name a file on a disk with room that you can write"
+        raise MeasurementError(f"cannot be written: {error.strerror}", remedy, str(path)) from error
 
 
 @cache

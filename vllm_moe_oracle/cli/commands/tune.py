@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -234,14 +235,11 @@ def _exit_if_unfinished(outcomes: dict[KernelShape, TuneOutcome]) -> None:
 
 def _import_measurements(files: list[Path], export: Path | None, settings: Settings, as_json: bool) -> None:
     """Puts measurements of benchmarks into a profile, or into the cache."""
-    read = [bench_records.read_samples(path) for path in files]
+    read = [bench_records.read_samples(path, _print_note) for path in files]
     place, conditions, _ = read[0]
     if other := [str(path) for path, each in zip(files, read, strict=True) if each[0] != place]:
         raise MeasurementError("is from another environment than the first file", where=", ".join(other))
-    samples: dict[KernelShape, list[Sample]] = {}
-    for _, _, found in read:
-        for shape, some in found.items():
-            samples.setdefault(shape, []).extend(some)
+    samples = _merge_samples([found for _, _, found in read])
     if export is not None:
         made = profiles.make(place, samples, conditions)
         profiles.check_replaces(made, export)
@@ -253,10 +251,47 @@ def _import_measurements(files: list[Path], export: Path | None, settings: Setti
             store.add(place, shape, some)
         where = str(store.path)
     count = sum(map(len, samples.values()))
-    if as_json:
+    words = f"{count} measurements of {len(samples)} layers, {place}: kept in {where}"
+    if _is_standard_output(export):
+        _print_note(words)
+    elif as_json:
         output.print_json({"measurements": count, "layers": len(samples), "environment": place, "kept": where})
     else:
-        output.show(f"{count} measurements of {len(samples)} layers, {place}: kept in {where}")
+        output.show(words)
+
+
+def _is_standard_output(path: Path | None) -> bool:
+    """Whether a path is the file or pipe that standard output is written to."""
+    try:
+        return path is not None and os.path.samestat(path.stat(), os.fstat(1))
+    except OSError:
+        return False
+
+
+def _merge_samples(read: list[dict[KernelShape, list[Sample]]]) -> dict[KernelShape, list[Sample]]:
+    """The samples of several files. A later one replaces an earlier one of the same key, as in the cache; a note says
+    how many differ."""
+    merged: dict[KernelShape, dict[Any, Sample]] = {}
+    differing: list[str] = []
+    for found in read:
+        for shape, some in found.items():
+            kept = merged.setdefault(shape, {})
+            for each in some:
+                before = kept.get(each.key)
+                if before is not None and before != each:
+                    place = f"{each.backend} at {each.tokens} tokens, {each.routing} routing"
+                    differing.append(f"{place}: {_outcome(each)} replaces {_outcome(before)}")
+                kept[each.key] = each
+    if differing:
+        _print_note(f"{len(differing)} measurements replace earlier ones that differ, the first {differing[0]}")
+    return {shape: list(kept.values()) for shape, kept in merged.items()}
+
+
+def _outcome(sample: Sample) -> str:
+    """A sample's time or failure, and the precision of its activations, in words."""
+    if sample.failure:
+        return f"a failure ({sample.failure})"
+    return f"{sample.us:.2f} us ({sample.activations} activations{', ' if sample.tile else ''}{sample.tile})"
 
 
 def _tune_options(
