@@ -94,6 +94,23 @@ def test_every_format_is_read(run: cli.Run, plain: Path, tmp_path: Path, name: s
     assert [each["status"] for each in found.json["layers"]] == ["passed"]
 
 
+@pytest.mark.parametrize("shard", ["gate_proj", "up_proj", "down_proj"])
+def test_group_indices_that_gate_and_up_do_not_share(run: cli.Run, plain: Path, tmp_path: Path, shard: str) -> None:
+    """One order serves both; an order of the second product is its own."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        name = f"model.layers.0.mlp.experts.3.{shard}.g_idx"
+        tensors[name] = tensors[name].flip(0)
+
+    found = run(
+        "verify", rewrite_tensors(FORMATS["gptq"](plain, tmp_path / "model"), tmp_path / "damaged", edit), "--json"
+    )
+    (layer,) = found.json["layers"]
+    assert layer["status"] == ("passed" if shard == "down_proj" else "damaged")
+    words = "expert 3: gate and up have different group indices"
+    assert (words in (layer["fault"] or "")) == (shard != "down_proj"), layer["fault"]
+
+
 def test_what_is_read_is_what_the_codes_stand_for(plain: Path, tmp_path: Path) -> None:
     """The reader of tensors shares code with the scheme: here it is compared with the twin in float32."""
     from safetensors.torch import load_file

@@ -276,7 +276,8 @@ class StoredExperts:
             )
             raise CheckpointError(rule, "The checkpoint is not in the format that its config names", where)
         if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"it has shape {list(tensor.shape)}, expected {list(shape)}", "", where)
+            rule = f"it has shape {list(tensor.shape)}, expected {list(shape)}"
+            raise CheckpointError(rule, "The file belongs to another model or format than its config", where)
 
     def _read(self, index: int, problem: Problem) -> dict[str, Tensor]:
         """An expert's parameters as vLLM's loaders would fill them, read by the scheme."""
@@ -324,7 +325,11 @@ class StoredExperts:
                     data = torch.zeros(shapes[canonical], dtype=part.dtype)
                 which = cast("wna16_files.Shard", shard)
                 part = wna16_files.rank_shard(part, suffix, which, problem, packing, 0)
-                wna16_files.destination(data[0], part, suffix, which, problem).copy_(part)
+                place = wna16_files.destination(data[0], part, suffix, which, problem)
+                if suffix == "_order" and shard == "w3" and not torch.equal(place, part):
+                    rule = "gate and up have different group indices; one product reads both"
+                    raise CheckpointError(rule, "Quantize the model again", f"{self.problem.layer}, {name}")
+                place.copy_(part)
             assert data is not None
             parameters[parameter] = data
         return wna16_parameters.read(parameters, problem, layout == "k_first")
