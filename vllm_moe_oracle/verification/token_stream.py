@@ -9,6 +9,7 @@ what would make a token nearly zero, which shows no error of a kernel. The words
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ..core.problem import Problem, Routing
 from ..errors import CheckpointError
+from ..schemes._checks import dtype_name
 from . import routing
 from .checkpoint_tensors import StoredExperts, TensorFiles
 
@@ -77,12 +79,13 @@ class TokenStream:
         self._files, self._hidden_size = files, hidden_size
         self._norm_offset = 1.0 if gemma_norms else 0.0
         self._generator = torch.Generator("cpu").manual_seed(0)
-        found = [name for name in files.names() if name.endswith(_EMBEDDINGS) and self._is_matrix(name, hidden_size)]
-        self._source = "embedding" if found else "random numbers"
+        named = sorted((name for name in files.names() if name.endswith(_EMBEDDINGS)), key=len)
+        found = [name for name in named if self._is_matrix(name, hidden_size)]
+        self._source = "embedding" if found else f"random numbers{self._misfit(named, f'[tokens, {hidden_size}]')}"
         if not found:
             self._states = self._random_states(TOKENS)
             return
-        name = min(found, key=len)
+        name = found[0]
         rows = int(files.meta(name).shape[0])
         tokens = torch.randint(rows, (TOKENS,), generator=self._generator).tolist()
         self._states = torch.stack([files.read(name, row).float() for row in tokens])
@@ -103,6 +106,15 @@ class TokenStream:
         is_table = found.ndim == 2 and found.shape[0] > 0 and found.shape[1] == columns
         return is_table and found.dtype.is_floating_point and found.itemsize > 1
 
+    def _misfit(self, names: Iterable[str], expected: str) -> str:
+        """In words, how the first of some tensors that the files have differs from 16 or 32-bit floats of a shape; ""
+        if they have none."""
+        name = next((each for each in names if each in self._files), None)
+        if name is None:
+            return ""
+        tensor = self._files.meta(name)
+        return f" ({name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, not floats {expected})"
+
     def inputs(self, layer: StoredExperts) -> LayerInputs:
         """The inputs of a layer.
 
@@ -120,7 +132,8 @@ class TokenStream:
         name = self._norm_name(layer.module, layer.problem)
         norm = self._vector(name, "norm")
         if norm is None:
-            return states.to(dtype), "no norm"
+            misfit = self._misfit(self._norm_names(layer.module), f"[{layer.problem.hidden_size}]")
+            return states.to(dtype), f"no norm{misfit}"
         x = (states * (norm + self._norm_offset)).to(dtype)
         sizes = _sizes(x)
         if not bool((sizes <= _MOST).all()):  # NaN is not
@@ -136,12 +149,15 @@ class TokenStream:
         """Adds a layer's outputs, float32 `[TOKENS, hidden]`, to the states; NaN adds nothing."""
         self._states = self._states + outputs.to("cpu").nan_to_num(0.0, 0.0, 0.0)
 
-    def _norm_name(self, module: str, problem: Problem) -> str:
+    def _norm_names(self, module: str) -> list[str]:
+        """Names that the norm before a layer of experts may have, the likeliest first."""
         parts = module.split(".")
         number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
         decoder = ".".join(parts[: number + 1])
-        names = (f"{decoder}.{each}.weight" for each in _NORMS)
-        shape = (problem.hidden_size,)
+        return [f"{decoder}.{each}.weight" for each in _NORMS]
+
+    def _norm_name(self, module: str, problem: Problem) -> str:
+        names, shape = self._norm_names(module), (problem.hidden_size,)
         return next((name for name in names if name in self._files and self._files.meta(name).shape == shape), "")
 
     def _vector(self, name: str, what: str) -> Tensor | None:
@@ -159,7 +175,8 @@ class TokenStream:
         name, router = self._router(block, layer)
         if router is None:
             logits = torch.randn(len(x), problem.num_experts, generator=self._generator)
-            words = "random routing"
+            expected = f"[{problem.num_experts}, {problem.hidden_size}]"
+            words = f"random routing{self._misfit(self._router_names(block, layer), expected)}"
         else:
             logits, words = x.float() @ router.T, "the layer's router"
             bias = self._vector_of(f"{name.removesuffix('weight')}bias", problem)
@@ -189,13 +206,16 @@ class TokenStream:
         hidden]`, which all other models have, is taken then.
         """
         shape = (layer.problem.num_experts, layer.problem.hidden_size)
-        ending = "weight_1" if layer.first else "weight"
-        for name in (f"{block}.{each}.{ending}" for each in _ROUTERS):
+        for name in self._router_names(block, layer):
             found = tuple(self._files.meta(name).shape) if name in self._files else ()
             if found in (shape, shape[::-1]):
                 router = self._vector(name, "router")
                 return name, router if router is None or found == shape else router.T
         return "", None
+
+    def _router_names(self, block: str, layer: StoredExperts) -> list[str]:
+        ending = "weight_1" if layer.first else "weight"
+        return [f"{block}.{each}.{ending}" for each in _ROUTERS]
 
     def _vector_of(self, name: str, problem: Problem) -> Tensor | None:
         """A value for each expert; None where the files have none of that name and shape."""
