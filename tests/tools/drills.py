@@ -261,7 +261,7 @@ DRILLS: Mapping[str, Drill] = {
             "the kernels clamp elsewhere": edit(_IN_KERNELS, "0.0), 6.0) / 6.0", "0.0), 3.0) / 6.0"),
             "torch has no formula": edit(_IN_TORCH, _TORCH_BRANCH, ""),
             "torch shifts by another number": edit(_IN_TORCH, "alpha * x + 3.0", "alpha * x + 2.0"),
-            "its alias is taken": edit(_SPECS, 'kernel="hardswish")', 'kernel="hardswish", aliases=("swish",))'),
+            "its alias is taken": edit(_SPECS, 'kernel="hardswish",', 'kernel="hardswish", aliases=("swish",),'),
         },
         (
             "tests/core/test_activations.py",
@@ -287,7 +287,7 @@ DRILLS: Mapping[str, Drill] = {
         _add_format,
         {
             "no method serves it": edit(_METHOD, '{"quark": None}', '{"quark_of_old": None}'),
-            "the replaced class has another name": edit(_METHOD, '"QuarkOCP_MX_MoEMethod"}', '"QuarkMoEMethod"}'),
+            "the replaced class has another name": edit(_METHOD, ': "QuarkOCP_MX_MoEMethod",', ': "QuarkMoEMethod",'),
             "declared activations are dropped": edit(
                 _READER, 'activations="mxfp4" if inputs is not None else "16bit"', 'activations="16bit"'
             ),
