@@ -15,6 +15,9 @@ from tests.lib.configs import AUTO_ROUND, CT_INPUTS, CT_MXFP8, GPTQ, MODELOPT, c
 from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
 from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.quantization.modelopt import modelopt_exclusion_matcher
+from vllm_moe_oracle.quantization.single_experts import check_exclusions
+from vllm_moe_oracle.quantization.types import LayerNames
 
 EXPERTS = 128
 NAMES = "gate", "up", "down"
@@ -146,3 +149,20 @@ def test_entries_for_all_experts_keep_their_meaning(kind: str, read: Any) -> Non
     quantization, left_out = KEPT[kind]
     found = read(quantization)
     assert (len(found.unquantized), len(found.problems)) == (left_out, 48 - left_out)
+
+
+def test_a_server_makes_a_matcher_for_odd_layers_alone() -> None:
+    """Time runs from a budget's creation, and a server looks layers up for minutes."""
+    made: list[str] = []
+
+    def matcher() -> Callable[[LayerNames], bool]:
+        made.append("matcher")
+        return modelopt_exclusion_matcher(entries, "config")
+
+    entries = ("lm_head", *(f"a.0.experts.{number}.up_proj" for number in range(4)), "a.1.experts.2", "a.2")
+    entries += ("a.2.experts.1",)
+    for layer in ("a.0.experts", "a.3.experts", "a.2.experts"):
+        check_exclusions(entries, LayerNames((layer,), (), num_experts=4), "config", matcher)
+    assert made == ["matcher"]  # for the layer that is excluded by a name above it, too
+    with pytest.raises(CheckpointError, match="expert 2 is"):
+        check_exclusions(entries, LayerNames(("a.1.experts",), (), num_experts=4), "config", matcher)

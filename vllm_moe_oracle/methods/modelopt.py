@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 from vllm.model_executor.layers.quantization import modelopt as stock
@@ -14,6 +12,7 @@ from ..compat.layer_context import set_current_layer
 from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
 from ..quantization.fields import matches_number_prefix
 from ..quantization.modelopt import MixedPrecision, modelopt_activation_precision, modelopt_exclusion_matcher
+from ..quantization.single_experts import check_exclusions
 from ..quantization.types import GATED_PROJECTIONS, UNGATED_PROJECTIONS, LayerNames
 from .base import OracleMoEMethod
 from .dtypes import EmulatedDtypesMixin
@@ -43,11 +42,6 @@ class ModelOptMxFp8FusedMoE(OracleMoEMethod, stock.ModelOptMxFp8FusedMoE):
         self.decide(moe_config, dataclasses.replace(SCHEME, activations=activations))
 
 
-@lru_cache(maxsize=2)
-def _exclusion_matcher(entries: tuple[str, ...]) -> Callable[[LayerNames], bool]:
-    return modelopt_exclusion_matcher(entries, "quantization_config")
-
-
 class _ModelOptConfigMixin(EmulatedDtypesMixin):
     """The mix-in in front of a stock config class for ModelOpt's checkpoints."""
 
@@ -73,7 +67,8 @@ class _ModelOptConfigMixin(EmulatedDtypesMixin):
         """
         if hasattr(layer, "moe_config"):
             names = LayerNames((prefix,), (), num_experts=layer.moe_config.num_logical_experts)
-            _exclusion_matcher(tuple(self.exclude_modules))(names)
+            entries, where = tuple(self.exclude_modules), "quantization_config"
+            check_exclusions(entries, names, where, lambda: modelopt_exclusion_matcher(entries, where))
         with set_current_layer(layer, prefix):
             return super().get_quant_method(layer, prefix)  # type: ignore[misc]  # of the mixin's stock class
 

@@ -6,8 +6,7 @@ vLLM has one class for all of Quark's microscaling formats. MXFP6 weights and st
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.model_executor.layers.quantization.quark import quark_moe as stock
@@ -15,6 +14,7 @@ from vllm.model_executor.layers.quantization.quark import quark_moe as stock
 from ..core.patterns import MatchBudget
 from ..core.problem import ActivationPrecision
 from ..quantization.quark import exclusion_matcher
+from ..quantization.single_experts import check_exclusions
 from ..quantization.types import LayerNames
 from .mxfp4 import BaseMxfp4MoEMethod, activation_precision, mxfp4_scheme
 
@@ -27,6 +27,7 @@ SERVES = {
     },
 }
 
+_WHERE = "quantization_config"
 _STOCK_SIGNATURE = inspect.signature(stock.QuarkOCP_MX_MoEMethod.__init__)
 _UNSUPPORTED = object()
 
@@ -67,16 +68,9 @@ def get_quant_method(original: Any, quant_config: Any, layer: Any, prefix: str) 
     """
     if hasattr(layer, "moe_config"):
         names = LayerNames((prefix,), (), num_experts=layer.moe_config.num_logical_experts)
-        _exclusion_matcher(tuple(quant_config.quant_config.get("exclude") or ()))(names)
+        entries = tuple(quant_config.quant_config.get("exclude") or ())
+        check_exclusions(entries, names, _WHERE, lambda: exclusion_matcher(entries, MatchBudget(_WHERE), _WHERE))
     return original(quant_config, layer, prefix)
-
-
-@lru_cache(maxsize=2)
-def _exclusion_matcher(entries: tuple[str, ...]) -> Callable[[LayerNames], bool]:
-    return exclusion_matcher(entries, MatchBudget(_WHERE), _WHERE)
-
-
-_WHERE = "quantization_config"
 
 
 def _bind_arguments(*args: Any, **kwargs: Any) -> Mapping[str, Any]:

@@ -255,6 +255,28 @@ def reject_some_experts(entries: Iterable[str], layer: LayerNames, where: str) -
         raise _different(layer, other, rule, where)
 
 
+def check_exclusions(
+    entries: tuple[str, ...], layer: LayerNames, where: str, matcher: Callable[[], Callable[[LayerNames], bool]]
+) -> None:
+    """Refuses what `reject_some_experts` refuses, on a server, which asks for each layer: the entries are taken apart
+    once for all of them.
+
+    Args:
+        entries: all exclusions.
+        layer: the layer's names.
+        where: file and field, for messages.
+        matcher: makes the format's predicate over layers, which knows what else excludes one. Its time runs from then
+            on, so it is made for one layer only.
+
+    Raises:
+        CheckpointError: the names of some experts alone exclude the layer.
+    """
+    try:
+        reject_some_experts(entries, layer, where)
+    except CheckpointError:
+        matcher()(layer)
+
+
 def _different(layer: LayerNames, number: int, rule: str, where: str) -> CheckpointError:
     remedy = "vLLM's kernels take one format for all experts of a layer: write such an entry for each of them, or none"
     return CheckpointError(f"expert {number} differs from others: {rule}", remedy, f"{where}, {layer.modules[0]}")
