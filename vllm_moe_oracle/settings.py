@@ -3,9 +3,9 @@
 The sources of a setting, in increasing precedence: its default, the environment variable ``MOE_ORACLE_<NAME>``, vLLM's
 ``--additional-config '{"moe_oracle": {"<name>": ...}}'`` and, in the command line tool, ``--set name=value``. Settings
 that take effect before an engine has a config (`enabled`, `force`, `strict`) are refused in ``--additional-config``. An
-unknown name or an invalid value is an error that lists the valid ones. Spaces
-around a value are removed; a variable that is then empty (``MOE_ORACLE_BACKEND=``) counts as not set, because scripts
-and container files pass variables on that way.
+unknown name or an invalid value is an error that lists the valid ones. Spaces around a value are removed; a variable
+that is then empty (``MOE_ORACLE_BACKEND=``) counts as not set, because scripts and container files pass variables on
+that way.
 """
 
 from __future__ import annotations

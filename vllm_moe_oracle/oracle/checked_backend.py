@@ -271,12 +271,8 @@ class CheckedBackend(Backend):
             raise AttributeError(name)
         return getattr(self._backend, name)
 
-    def _defect(self, method: str, words: str) -> BackendDefect:
-        rule = f"backend {self.name}: its method {method} {words}"
-        return BackendDefect(rule, f"Report it to the maintainers of {self._origin}; {self._remedy}")
-
-    def _kernel_defect(self, error: BaseException) -> BackendDefect:
-        rule = f"backend {self.name}: its kernel raised {describe_error(error)}"
+    def _defect(self, part: str, words: str) -> BackendDefect:
+        rule = f"backend {self.name}: its {part} {words}"
         return BackendDefect(rule, f"Report it to the maintainers of {self._origin}; {self._remedy}")
 
     @property
@@ -307,9 +303,9 @@ class CheckedBackend(Backend):
             known = method in _WITH_WEIGHTS and (isinstance(error, OracleError) or is_out_of_memory(error))
             if known or is_interruption(error):
                 raise
-            raise self._defect(method, f"raised {describe_error(error)}") from error
+            raise self._defect(f"method {method}", f"raised {describe_error(error)}") from error
         if words:
-            raise self._defect(method, f"returned what the contract does not allow: {words}")
+            raise self._defect(f"method {method}", f"returned what the contract does not allow: {words}")
         return value
 
 
@@ -342,12 +338,11 @@ class _WatchedBuilder:
             with third_party_code(f"backend {backend.name}: its kernel has been running", backend._remedy):
                 try:
                     forward(*args, **kwargs)
-                except Exception:  # who calls names the call and the backend
-                    raise
                 except BaseException as error:
-                    if is_interruption(error):
+                    # Who calls it names the call, and the backend, of what it takes for an error.
+                    if isinstance(error, Exception) or is_interruption(error):
                         raise
-                    raise backend._kernel_defect(error) from error
+                    raise backend._defect("kernel", f"raised {describe_error(error)}") from error
 
         return call
 
