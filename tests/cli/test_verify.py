@@ -107,7 +107,7 @@ def test_group_indices_that_gate_and_up_do_not_share(run: cli.Run, plain: Path, 
     )
     (layer,) = found.json["layers"]
     assert layer["status"] == ("passed" if shard == "down_proj" else "damaged")
-    words = "expert 3: gate and up have different group indices"
+    words = "expert 3: gate and up have different group indices, from input 0 on"
     assert (words in (layer["fault"] or "")) == (shard != "down_proj"), layer["fault"]
 
 

@@ -411,7 +411,7 @@ def test_tensors_of_another_type_or_shape_are_refused(packing: str) -> None:
 def test_gate_and_up_must_read_their_inputs_alike() -> None:
     contents = contents_of(layer_of("gptq", act_order="group", **SIZES))
     words = refused(contents, replaced("g_idx", lambda groups: groups.roll(1)))
-    assert "gate and up of local expert 1 have different group indices" in words
+    assert "local expert 1: gate and up have different group indices, from input" in words
 
 
 def test_an_order_that_the_config_does_not_declare_is_noticed() -> None:

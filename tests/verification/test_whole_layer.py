@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -165,6 +166,12 @@ def test_a_fault_is_found(fault: Faulty, name: str) -> None:
     found = run(fault, LAYERS[name], at_load=True)
     print(found.fault)
     assert found.fault
+
+
+def test_a_layer_of_which_nothing_was_compared_has_no_figures() -> None:
+    found = run(Faulty("raises", compute=lib.raises), LAYERS["16 bit"])
+    assert found.fault and (found.blocks, found.experts, found.calls) == (0, 0, 1)
+    assert all(map(math.isnan, (found.error, found.worst, found.allowed)))
 
 
 def test_the_words_say_when_and_where() -> None:

@@ -52,7 +52,8 @@ _MAX_TOKENS = 2048
 
 
 class LayerResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What came of one layer and one backend. Figures that are no finite numbers are None.
+    """The result of checking one layer with one backend. Figures that are no finite numbers are None, and so are errors
+    where no output was compared.
 
     Attributes:
         layer: the layer's name.

@@ -353,9 +353,8 @@ class Wna16MoEMethod(OracleMoEMethod):
         names = {own: name for name, own in _wna16_parameters.canonical_names(problem).items()}
         for expert, groups in self._up_groups.items():
             gate = getattr(layer, names["w13_order"]).data[expert]
-            if not torch.equal(gate.cpu(), groups.to(gate.dtype).cpu()):
-                rule = f"{names['w13_order']}: gate and up of local expert {expert} have different "
-                raise CheckpointError(f"{rule}group indices; one product reads both", _REMEDY, problem.layer)
+            where = f"{problem.layer}, {names['w13_order']}, local expert {expert}"
+            _wna16_parameters.check_shared_order(gate, groups, where)
 
 
 class ConfigWna16MoEMethod(Wna16MoEMethod):

@@ -242,3 +242,21 @@ def _check_group_index(groups: Tensor, name: str, problem: Problem) -> None:
         expert, group = (int(place) for place in wrong.nonzero()[0])
         rule = f"{name} gives group {group} of expert {expert} {int(members[expert, group])} input features, not {size}"
         raise CheckpointError(rule, remedy, problem.layer)
+
+
+def check_shared_order(gate: Tensor, up: Tensor, where: str) -> None:
+    """Refuses gate and up that do not have one group index: the first product multiplies both by the same inputs.
+
+    Args:
+        gate: the group of each input feature, integers `[H]`.
+        up: the same of up, in any integer dtype.
+        where: layer, tensor and expert, for messages.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    gate, up = gate.cpu(), up.to(gate.dtype).cpu()
+    if not torch.equal(gate, up):
+        at = int((gate != up).nonzero()[0])
+        rule = f"gate and up have different group indices, from input {at} on: {int(gate[at])} and {int(up[at])}"
+        raise CheckpointError(rule, "One product reads both: quantize the model with one order for them", where)

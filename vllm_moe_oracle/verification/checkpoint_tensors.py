@@ -326,9 +326,8 @@ class StoredExperts:
                 which = cast("wna16_files.Shard", shard)
                 part = wna16_files.rank_shard(part, suffix, which, problem, packing, 0)
                 place = wna16_files.destination(data[0], part, suffix, which, problem)
-                if suffix == "_order" and shard == "w3" and not torch.equal(place, part):
-                    rule = "gate and up have different group indices; one product reads both"
-                    raise CheckpointError(rule, "Quantize the model again", f"{self.problem.layer}, {name}")
+                if suffix == "_order" and shard == "w3":
+                    wna16_parameters.check_shared_order(place, part, f"{self.problem.layer}, {name}, expert {index}")
                 place.copy_(part)
             assert data is not None
             parameters[parameter] = data

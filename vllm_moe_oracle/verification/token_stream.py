@@ -157,8 +157,9 @@ class TokenStream:
         return [f"{decoder}.{each}.weight" for each in _NORMS]
 
     def _norm_name(self, module: str, problem: Problem) -> str:
-        names, shape = self._norm_names(module), (problem.hidden_size,)
-        return next((name for name in names if name in self._files and self._files.meta(name).shape == shape), "")
+        """The norm before the experts; "" where it has another shape, and where the files have none."""
+        found = next((name for name in self._norm_names(module) if name in self._files), "")
+        return found if found and self._files.meta(found).shape == (problem.hidden_size,) else ""
 
     def _vector(self, name: str, what: str) -> Tensor | None:
         """A floating-point tensor as float32; None for no name."""

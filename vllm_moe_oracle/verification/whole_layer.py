@@ -15,6 +15,7 @@ float32. Experts are read from the files one after the other; none is kept.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ class WeightsRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LayerOutcome:
-    """What came of one layer and one backend.
+    """The result of checking one layer with one backend. Errors are NaN where no output was compared.
 
     Attributes:
         error: relative L2 error of all compared outputs together.
@@ -433,6 +434,7 @@ class _LayerCalls:
         self._faulty: set[int] = set()
         self._errors = torch.zeros(2, dtype=torch.float64)
         self._worst, self._tolerance, self._outliers, self._blocks = 0.0, 0.0, 0, 0
+        self._compared: set[int] = set()
 
     def make(self, calls: Callable[[], str]) -> str:
         """Builds the experts and makes calls. Returns what the backend raised, or what `calls` returned."""
@@ -491,6 +493,7 @@ class _LayerCalls:
         self._tolerance = max(self._tolerance, float(reference.tolerance))
         self._outliers += int((blocks > 1).sum())
         self._blocks += blocks.numel()
+        self._compared |= set((batch.ids[rows, :1] if alone else batch.ids[rows]).flatten().tolist())
         differences = (actual - reference.expected[rows]).double().square().sum()
         sizes = reference.expected[rows].double().square().sum()
         self._errors += torch.stack((differences, sizes)).cpu()
@@ -523,15 +526,14 @@ class _LayerCalls:
             every = len(self._faulty) == experts
             whose = f"all {experts} experts" if every else _experts(sorted(self._faulty))
             faults.insert(0, f"{whose} {'is wrong by itself' if len(self._faulty) == 1 else 'are wrong by themselves'}")
-        reached = torch.unique(self._mixed.ids).numel() if self._isolated is None else experts
         error, size = self._errors.tolist()
         return LayerOutcome(
-            error=(error / size) ** 0.5 if size else float(error > 0),
-            worst=self._worst,
-            allowed=self._tolerance,
+            error=math.nan if not self._blocks else (error / size) ** 0.5 if size else float(error > 0),
+            worst=self._worst if self._blocks else math.nan,
+            allowed=self._tolerance if self._blocks else math.nan,
             outliers=self._outliers,
             blocks=self._blocks,
-            experts=reached if self.count else 0,
+            experts=len(self._compared),
             calls=self.count,
             faulty=tuple(sorted(self._faulty)),
             fault="; ".join(faults),
