@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, LeftToStockError
+from ..quantization import has_expert_biases
 from ..quantization.fields import short_repr
 from ..untrusted import boundary, exists, parse_json, read_file
 from . import mistral_params
 from .hub_cache import cached_snapshot, is_hub_name
 from .tensor_headers import has_nonzero_expert_biases
-
-_METHODS_WITH_BIASES = ("gptq", "gptq_marlin", "auto_gptq", "awq", "awq_marlin", "auto_awq")
-"""Formats whose methods look for biases of experts among a checkpoint's tensors."""
 
 MAX_CONFIG_BYTES = 32 << 20
 """Largest file that is taken for a config and not for a damaged or hostile one."""
@@ -84,7 +82,7 @@ def _read_checkpoint(path: Path) -> CheckpointFiles:
         top = mistral_params.as_model_config(top, str(file))
     model, nested = _text_config(top, file)
     quantization = _quantization_config(top, model, file)
-    told = quantization is not None and str(quantization[0].get("quant_method")).lower() in _METHODS_WITH_BIASES
+    told = quantization is not None and has_expert_biases(quantization[0])
     folder = path if path.is_dir() else None
     biases = told and folder is not None and has_nonzero_expert_biases(folder)
     return CheckpointFiles(file, top, model, nested, quantization, biases, folder)

@@ -199,7 +199,10 @@ def _layer_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason]
         detail = f"does not pass the activation's alpha, beta or limit to its kernel, the layer has {activation}"
         reasons.append(Reason("activation.parameters", detail))
     elif undefined := undefined_parameters(activation):
-        detail = f"the formula of {activation} is not defined for its {_join(undefined)}"
+        detail = (
+            f"the formula of {activation} is not defined for its {_join(undefined)}: a layer states what the formula "
+            "has, in numbers that are finite in float32, and a limit above 0"
+        )
         reasons.append(Reason("activation.parameters.undefined", detail))
     if problem.has_bias and not capabilities.bias:
         reasons.append(Reason("bias", "does not add expert biases, the layer has them"))

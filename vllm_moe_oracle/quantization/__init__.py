@@ -137,6 +137,12 @@ def _shortened_notes(notes: Iterable[str]) -> Iterable[str]:
             yield f"{more} other names: {' '.join(kind.split())}"
 
 
+def has_expert_biases(config: Mapping[str, Any]) -> bool:
+    """Whether experts of a config's format may have biases that only the checkpoint's tensors declare."""
+    method = str(config.get("quant_method")).lower().replace("_", "-")
+    return method in _BY_METHOD and _BY_METHOD[method].expert_biases
+
+
 def takes_modules_from_files(config: Mapping[str, Any], where: str, vllm_method: str) -> bool:
     """Whether vLLM takes modules to be quantized exactly if their tensors are, since the config names none.
 

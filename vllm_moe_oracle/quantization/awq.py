@@ -83,4 +83,5 @@ FORMAT = QuantConfigFormat(
     vllm_method=lambda config, method: method.replace("-", "_"),
     aliases={"awq": ("awq_marlin", "auto_awq", "moe_wna16")},
     module_list="modules_to_not_convert",
+    expert_biases=True,
 )

@@ -162,5 +162,6 @@ FORMAT = QuantConfigFormat(
     vllm_method=lambda config, method: method.replace("-", "_"),
     refused_linear=refused_linear,
     module_list="modules_in_block_to_quantize",
+    expert_biases=True,
     aliases={"gptq": ("gptq_marlin", "auto_gptq", "moe_wna16")},
 )

@@ -139,6 +139,7 @@ class QuantConfigFormat:
             "" where it does not.
         module_list: the field of a config that names modules, and that vLLM fills by the types of the checkpoint's
             tensors where it names none; "" for no such field.
+        expert_biases: experts may have biases that only the checkpoint's tensors declare.
     """
 
     parsers: Mapping[str, Parser]
@@ -147,6 +148,7 @@ class QuantConfigFormat:
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     refused_linear: Callable[[Mapping[str, Any], str], str] = _no_refusal
     module_list: str = ""
+    expert_biases: bool = False
 
 
 class Unlisted:
