@@ -119,17 +119,26 @@ def test_every_layer_takes_turns_with_a_copy_of_its_weights(seen: dict[str, Any]
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_a_graph_holds_the_backend_of_its_number_of_tokens(seen: dict[str, Any], batch: int) -> None:
+    # marlin_moe_wna16's name is mangled, ours are what the functions are called.
+    marlin = {name for name in seen["batches"][str(batch)]["kernels"] if "marlin" in name.lower()}
+    assert_decoded(seen, batch, {FEW: set(OWN_KERNELS), MANY: marlin}, FEW if batch <= SWITCH else MANY)
+
+
+def assert_decoded(seen: dict[str, Any], batch: int, kernels: dict[str, set[str]], backend: str) -> None:
+    """The text is right, and of two backends one ran in every decode step of the two layers.
+
+    Args:
+        seen: what `watched` says.
+        batch: number of prompts.
+        kernels: names of each backend's kernels.
+        backend: the one that a step of so many tokens runs; the other may run the prompts.
+    """
     found = seen["batches"][str(batch)]
     assert found["text"] == [reload.ALPHABET] * batch
-    names = found["kernels"]
-    # One of each a layer and step; marlin_moe_wna16's name is mangled, ours are what the functions are called.
-    ran = {
-        MANY: sum(count for name, count in names.items() if "marlin" in name.lower()),
-        FEW: sum(count for name, count in names.items() if name in OWN_KERNELS),
-    }
-    steps = 2 * (reload.TOKENS - 1)  # of two layers; the first token comes with the prompt
-    decoded, other = (FEW, MANY) if batch <= SWITCH else (MANY, FEW)
-    assert ran[decoded] >= steps and ran[other] < steps / 2, (ran, sorted(names))
+    ran = {name: sum(found["kernels"].get(each, 0) for each in own) for name, own in kernels.items()}
+    steps = 2 * (reload.TOKENS - 1)  # one kernel of each a layer and step; the first token comes with the prompt
+    (other,) = {*kernels} - {backend}
+    assert ran[backend] >= steps and ran[other] < steps / 2, (ran, sorted(found["kernels"]))
 
 
 def test_a_restart_with_the_same_cache_decides_and_says_the_same(folder: str, tmp_path: Path) -> None:
@@ -158,16 +167,8 @@ def test_fp8_products_by_name_leave_few_tokens_to_16_bits(seen_fp8: dict[str, An
 
 @pytest.mark.parametrize("batch", FP8_BATCHES)
 def test_a_graph_above_them_holds_fp8_products(seen_fp8: dict[str, Any], batch: int) -> None:
-    found = seen_fp8["batches"][str(batch)]
-    assert found["text"] == [reload.ALPHABET] * batch
-    names = found["kernels"]
-    ran = {
-        FP8: sum(count for name, count in names.items() if name in ("product", "quantize_rows")),
-        "hopper_mxfp4": sum(count for name, count in names.items() if name in OWN_KERNELS),
-    }
-    steps = 2 * (reload.TOKENS - 1)
-    decoded, other = ("hopper_mxfp4", FP8) if batch <= FEW_TOKENS else (FP8, "hopper_mxfp4")
-    assert ran[decoded] >= steps and ran[other] < steps / 2, (ran, sorted(names))
+    kernels = {FP8: {"product", "quantize_rows"}, "hopper_mxfp4": set(OWN_KERNELS)}
+    assert_decoded(seen_fp8, batch, kernels, "hopper_mxfp4" if batch <= FEW_TOKENS else FP8)
 
 
 def watch(folder: str, path: str) -> dict[str, Any]:
