@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -29,16 +29,22 @@ from vllm_moe_oracle.oracle.registry import default_registry
 TOLERANCE = tolerance("float32")
 TOKENS = 3
 EXPERT = "model.layers.1.mlp.experts.3."
-LAYER = "model.layers.1.mlp.experts"
 
-NESTED = [["self_attn.nothing"], ["mlp.experts.0.up_proj", "mlp.experts.0.gate_proj"], ["mlp.experts.0.down_proj"]]
+
+def nested_modules(experts: int) -> list[list[str]]:
+    """Modules of a block in the order of their quantization, as GPTQ's tools list them: each expert by name."""
+    pairs = [f"mlp.experts.{expert}.{name}_proj" for expert in range(experts) for name in ("up", "gate")]
+    return [["self_attn.nothing"], pairs, [f"mlp.experts.{expert}.down_proj" for expert in range(experts)]]
+
+
+NESTED = {"modules_in_block_to_quantize": nested_modules(checkpoints.Size().experts)}
 KINDS: dict[str, tuple[Integers, str | None]] = {
-    "gptq": (Integers("gptq", config={"modules_in_block_to_quantize": NESTED}), None),
+    "gptq": (Integers("gptq", config=NESTED), None),
     "gptq, act order, zero points": (Integers("gptq", zero_points=True, act_order="group"), None),
     "gptq v2, int8, per channel": (Integers("gptq_v2", bits=8, group=-1, zero_points=True), None),
     "gptq with biases": (Integers("gptq", bits=8, bias=True, act_order="static"), None),
     "gptq as moe_wna16": (
-        Integers("gptq", zero_points=True, group=64, config={"modules_in_block_to_quantize": NESTED}), "moe_wna16",
+        Integers("gptq", zero_points=True, group=64, config=NESTED), "moe_wna16",
     ),
     "awq": (Integers("awq", zero_points=True), None),
     "awq as moe_wna16": (Integers("awq", group=64, zero_points=True), "moe_wna16"),
@@ -66,41 +72,63 @@ def put(name: str, make: Callable[[Any], Any]) -> Edit:
     return lambda tensors: tensors.update({EXPERT + name: make(tensors[EXPERT + name])})
 
 
-DAMAGED: dict[str, tuple[str, Edit, str]] = {
-    "no group index": (
+class Fault(NamedTuple):
+    """What is wrong with a checkpoint of one of `KINDS`.
+
+    Attributes:
+        kind: the checkpoint.
+        edit: what happens to its file.
+        config: what its ``quantization_config`` says instead.
+        said: the error; "" where nothing can see it, and the numbers must be others.
+        layer: the first layer with the fault.
+    """
+
+    kind: str
+    edit: Edit = lambda tensors: None
+    config: Mapping[str, Any] = {}
+    said: str = ""
+    layer: int = 1
+
+
+REFUSED = {
+    "no group index": Fault(
         "gptq, act order, zero points", drop("up_proj.g_idx"),
-        "w13_g_idx of the up projection of local expert 3 was never loaded. The checkpoint lacks it, or names it "
+        said="w13_g_idx of the up projection of local expert 3 was never loaded. The checkpoint lacks it, or names it "
         "differently (1 such in w13_g_idx)",
     ),
-    "no zero points": (
-        "awq", drop("down_proj.qzeros"), "w2_qzeros of the down projection of local expert 3 was never loaded",
+    "no zero points": Fault(
+        "awq", drop("down_proj.qzeros"),
+        said="w2_qzeros of the down projection of local expert 3 was never loaded",
     ),
-    "codes of another type": (
+    "codes of another type": Fault(
         "compressed-tensors", put("gate_proj.weight_packed", lambda tensor: tensor.to(torch.int64)),
-        "the checkpoint stores it as int64, the packing compressed-tensors as int32",
+        said="the checkpoint stores it as int64, the packing compressed-tensors as int32",
     ),
-    "transposed codes": (
+    "transposed codes": Fault(
         "gptq", put("up_proj.qweight", lambda tensor: tensor.T.contiguous()),
-        "an expert's tensor has shape [64, 16], expected [16, 64]",
+        said="an expert's tensor has shape [64, 16], expected [16, 64]",
     ),
-    "scales of another group": (
+    "scales of another group": Fault(
         "compressed-tensors", put("up_proj.weight_scale", lambda tensor: tensor.repeat_interleave(2, 1)),
-        "an expert's tensor has shape [64, 4], expected [64, 2]",
+        said="an expert's tensor has shape [64, 4], expected [64, 2]",
+    ),
+    "one expert is named": Fault(
+        "gptq", config={"modules_in_block_to_quantize": nested_modules(1)},
+        said="expert 1 differs from others: it is stored as not quantized, and expert 0 as int4 symmetric, groups of",
+        layer=0,
     ),
 }  # fmt: skip
-"""A kind, what happens to its file, and what is said."""
 
-WRONG: dict[str, tuple[str, Edit | None, dict[str, Any]]] = {
-    "gate and up swapped": ("awq", checkpoints.swap_gate_and_up, {}),
-    "gate and up swapped in gptq": ("gptq", checkpoints.swap_gate_and_up, {}),
-    "zero points off by one": ("gptq as moe_wna16", None, {"checkpoint_format": "gptq_v2"}),
-    "features in another order": (
+WRONG = {
+    "gate and up swapped": Fault("awq", checkpoints.swap_gate_and_up),
+    "gate and up swapped in gptq": Fault("gptq", checkpoints.swap_gate_and_up),
+    "zero points off by one": Fault("gptq as moe_wna16", config={"checkpoint_format": "gptq_v2"}),
+    "features in another order": Fault(
         "gptq, act order, zero points",
         lambda tensors: [tensors[name].copy_(tensors[name].roll(1)) for name in tensors if name.endswith(".g_idx")],
-        {},
     ),
 }
-"""A kind, what happens to its file, and to its config: the numbers must be others."""
+FAULTS = REFUSED | WRONG
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +138,11 @@ def models(folder: Path) -> dict[str, Path]:
         name: integer_checkpoints.write(plain, folder / f"kind{number}", how, number)
         for number, (name, (how, _)) in enumerate(KINDS.items())
     }
-    for number, (fault, (kind, edit, _)) in enumerate(DAMAGED.items()):
-        made[fault] = checkpoints.rewrite_tensors(made[kind], folder / f"damaged{number}", edit)
-    for number, (fault, (kind, change, config)) in enumerate(WRONG.items()):
-        target = folder / f"wrong{number}"
-        made[fault] = checkpoints.rewrite_tensors(made[kind], target, change or (lambda tensors: None))
+    for number, (name, fault) in enumerate(FAULTS.items()):
+        target = folder / f"fault{number}"
+        made[name] = checkpoints.rewrite_tensors(made[fault.kind], target, fault.edit)
         text = json.loads((target / "config.json").read_text())
-        text["quantization_config"] |= config
+        text["quantization_config"] |= fault.config
         (target / "config.json").write_text(json.dumps(text))
     return made
 
@@ -126,7 +152,7 @@ def served(models: dict[str, Path], folder: Path) -> Results:
     """Every job of this file in one process: importing vLLM is most of the time."""
     jobs = {}
     for name, path in models.items():
-        kind = name if name in KINDS else {**DAMAGED, **WRONG}[name][0]
+        kind = name if name in KINDS else FAULTS[name].kind
         quantization = KINDS[kind][1]
         engine = {"engine": {"quantization": quantization}} if quantization else {}
         tokens = TOKENS if name in KINDS else 1
@@ -165,15 +191,15 @@ def test_tokens_and_logprobs_equal_transformers(served: Results, models: dict[st
     assert (scheme["bits"], scheme["group_size"], scheme["zero_points"]) == (how.bits, how.group, how.zero_points)
 
 
-@pytest.mark.parametrize("fault", DAMAGED)
-def test_a_damaged_checkpoint_is_refused_with_the_tensor_and_the_numbers(served: Results, fault: str) -> None:
-    assert DAMAGED[fault][2] in served[fault]["error"]
-    assert LAYER in served[fault]["error"]
+@pytest.mark.parametrize("fault", REFUSED)
+def test_a_wrong_checkpoint_is_refused_with_what_differs(served: Results, fault: str) -> None:
+    assert REFUSED[fault].said in served[fault]["error"]
+    assert f"model.layers.{REFUSED[fault].layer}.mlp.experts" in served[fault]["error"]
 
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_an_injected_fault_does_not_go_unnoticed(served: Results, models: dict[str, Path], fault: str) -> None:
-    assert difference(served[fault], expected(models[WRONG[fault][0]])) > TOLERANCE
+    assert difference(served[fault], expected(models[WRONG[fault].kind])) > TOLERANCE
 
 
 @pytest.mark.parametrize("kind", OPERATOR)
