@@ -194,7 +194,7 @@ def check_or_fallback(
             if not weights.passed:
                 raise NoBackendError(failure, "Choose another backend", problem.layer)
             remedy = "Choose another backend, and report this with the model's name; "
-            remedy += "MOE_ORACLE_SELF_CHECK=off skips the check"
+            remedy += f"{env_var('self_check')}=off skips the check"
             raise SelfCheckError(failure, remedy, problem.layer)
         code = "self_check" if weights.passed else "weights"
         detail = "failed its self-check on the loaded weights" if weights.passed else "cannot hold the loaded weights"
@@ -492,7 +492,7 @@ def _try_kernel(method: LayerMethod, raw: Tensors) -> Comparison | str:
             raise
         if is_out_of_memory(error):
             rule = f"the self-check of {method.backend.name} asked for {asked_memory(error)} of memory that is not free"
-            remedy = "Free memory, or serve over more ranks; MOE_ORACLE_SELF_CHECK=off skips the check"
+            remedy = f"Free memory, or serve over more ranks; {env_var('self_check')}=off skips the check"
             raise HostMemoryError(f"{rule} ({describe_error(error)})", remedy, problem.layer) from error
         _log_error(method, "in its self-check", error)
         return describe_error(error)
