@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_moe_oracle import settings
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = "vllm_moe_oracle"
 
@@ -292,6 +294,30 @@ def test_only_device_detection_asks_the_hardware() -> None:
 def test_only_settings_reads_the_environment() -> None:
     reading = {module: lines for module, path in MODULES.items() if (lines := environment_reads(path))}
     assert set(reading) == {"settings"}, reading
+
+
+def named_settings(path: Path) -> Iterator[tuple[object, int]]:
+    """The names of which a file asks `settings.env_var` for the variable, as far as they stand in the call; lines."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] == "env_var":
+            yield from ((each.value, node.lineno) for each in node.args if isinstance(each, ast.Constant))
+
+
+def test_only_settings_spells_the_variable_of_a_setting() -> None:
+    assert settings.ENV_PREFIX in MODULES["settings"].read_text(encoding="utf-8")
+    spelled = [
+        place(module, number)
+        for module, path in MODULES.items()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if settings.ENV_PREFIX in line and module != "settings"
+    ]
+    assert not spelled, "write env_var(...): " + ", ".join(spelled)
+
+
+def test_variables_are_asked_for_by_names_that_settings_has() -> None:
+    asked = [(name, place(module, line)) for module, path in MODULES.items() for name, line in named_settings(path)]
+    assert {"disable", "cache", "force"} <= {name for name, _ in asked}
+    assert not [each for each in asked if each[0] not in settings.FIELDS]
 
 
 def test_experts_parameters_are_registered_and_replaced_in_one_place() -> None:

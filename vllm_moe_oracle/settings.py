@@ -306,8 +306,15 @@ FIELDS: Mapping[str, dataclasses.Field[Any]] = MappingProxyType(
 
 
 def env_var(name: str) -> str:
-    """The environment variable of a setting."""
-    return ENV_PREFIX + name.upper()
+    """The environment variable of a setting: how every remedy names it.
+
+    Args:
+        name: that of a field of `Settings`.
+
+    Raises:
+        KeyError: there is no such setting.
+    """
+    return ENV_PREFIX + FIELDS[name].name.upper()
 
 
 def shared_values(settings: Settings) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from ..releases.supported import (
     release_support,
     support_table,
 )
+from ..settings import env_var
 
 if TYPE_CHECKING:
     from .adapter import Adapter
@@ -66,7 +67,7 @@ def check_release(version: str, force: bool = False) -> None:
         StandDown: the release is outside the tested range, or cannot be parsed.
     """
     oldest, newest = RELEASES[0], RELEASES[-1]
-    remedy = "MOE_ORACLE_FORCE=1 serves it all the same"
+    remedy = f"{env_var('force')}=1 serves it all the same"
     try:
         release = Version(version).release
     except InvalidVersion:

@@ -26,6 +26,7 @@ from urllib.parse import quote
 import msgspec
 
 from ..errors import MeasurementError, sanitize
+from ..settings import env_var
 from ..untrusted import boundary
 from .environment import Environment
 from .kernel_shape import MAX_SAMPLES, KernelShape, Sample
@@ -480,12 +481,11 @@ class Store:
         if application != _APPLICATION_ID:
             if not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall() and not application:
                 raise sqlite3.DatabaseError("it is empty")
-            raise self._error(
-                "is another program's database", "Move it away, or set MOE_ORACLE_CACHE to another directory"
-            )
+            remedy = f"Move it away, or set {env_var('cache')} to another directory"
+            raise self._error("is another program's database", remedy)
         if version != SCHEMA_VERSION:
             rule = f"has tables of version {version}, this release knows {SCHEMA_VERSION}"
-            raise self._error(rule, "Set MOE_ORACLE_CACHE to another directory, or move it away")
+            raise self._error(rule, f"Set {env_var('cache')} to another directory, or move it away")
         expected = _schema()
         found = connection.execute(f"{_SCHEMA_QUERY} LIMIT {len(expected) + 1}").fetchall()
         if sorted(found, key=repr) != expected:
@@ -538,7 +538,7 @@ _HEADER_BYTES = 72
 numbers at 44 and 56 are the schema format, up to 4, and the encoding of texts, up to 3
 (https://www.sqlite.org/fileformat2.html#the_database_header)."""
 
-_OTHER_DIRECTORY_REMEDY = "Set MOE_ORACLE_CACHE to a writable directory"
+_OTHER_DIRECTORY_REMEDY = f"Set {env_var('cache')} to a writable directory"
 _MOVE_REMEDY = f"Move it away, or {_OTHER_DIRECTORY_REMEDY[0].lower()}{_OTHER_DIRECTORY_REMEDY[1:]}"
 
 _NOUNS: dict[type[Any], str] = {Sample: "sample", Environment: "environment", KernelShape: "layer"}

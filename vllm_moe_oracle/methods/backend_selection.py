@@ -18,7 +18,7 @@ from ..errors import NoBackendError, SettingError
 from ..measurements import lookup
 from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import is_final, remaining_candidates
-from ..settings import Settings
+from ..settings import Settings, env_var
 from . import rank_comparison, rank_sync
 from .load_caches import per_load
 
@@ -271,7 +271,7 @@ def require_named(decision: Decision, settings: Settings) -> None:
             "with --enable-elastic-ep each rank decides for itself, and experts move between ranks: one that joins "
             "later could take a backend that reads weights in another order"
         )
-        remedy = "Name a backend by --moe-backend or MOE_ORACLE_BACKEND, with on_unavailable=error"
+        remedy = f"Name a backend by --moe-backend or {env_var('backend')}, with {env_var('on_unavailable')}=error"
         raise NoBackendError(rule, remedy, decision.problem.layer, decision.candidates)
 
 

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OracleError, RankSyncError, describe_error, is_interruption
+from ..settings import env_var
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -263,7 +264,7 @@ def _wait(work: tuple[Any, ...], group: RankGroup, rank: int, topic: str, deadli
         if time.monotonic() < deadline:
             raise _connection_lost(rank, topic, error) from error
         rule = f"rank {rank} did not answer within {group.timeout:g} s"
-        remedy = f"Its log says what it was doing; {_NO_PLUGIN}. MOE_ORACLE_RANK_SYNC_TIMEOUT lengthens the wait"
+        remedy = f"Its log says what it was doing; {_NO_PLUGIN}. {env_var('rank_sync_timeout')} lengthens the wait"
         raise RankSyncError(rule, remedy, topic) from error
 
 
