@@ -320,6 +320,21 @@ def test_variables_are_asked_for_by_names_that_settings_has() -> None:
     assert not [each for each in asked if each[0] not in settings.FIELDS]
 
 
+def docstring_reads(path: Path) -> list[int]:
+    """Lines that read a docstring; Python has none under ``PYTHONOPTIMIZE=2``."""
+    return [
+        node.lineno
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Name | ast.Attribute)
+        and dotted(node).split(".")[-1] in ("__doc__", "getdoc", "getcomments")
+    ]
+
+
+def test_nothing_that_people_read_comes_from_a_docstring() -> None:
+    reading = {module: lines for module, path in MODULES.items() if (lines := docstring_reads(path))}
+    assert not reading, reading
+
+
 def test_experts_parameters_are_registered_and_replaced_in_one_place() -> None:
     found = {
         (module, node.attr)

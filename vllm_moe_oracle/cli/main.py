@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
-import inspect
 import io
 import logging
 import os
@@ -113,11 +112,10 @@ def _options(
 
 for _module in pkgutil.iter_modules(commands.__path__):
     _file = importlib.import_module(f"{commands.__name__}.{_module.name}")
-    _command = _file.command
     # The whole first sentence: by itself the list of commands would cut it off.
-    _summary = " ".join((inspect.getdoc(_command) or "").partition("\n\n")[0].split())
+    _summary = " ".join(_file.HELP.partition("\n\n")[0].split())
     _more = getattr(_file, "CONTEXT_SETTINGS", None)
-    app.command(_module.name, cls=_Command, short_help=_summary, context_settings=_more)(_command)
+    app.command(_module.name, cls=_Command, help=_file.HELP, short_help=_summary, context_settings=_more)(_file.command)
 
 
 _ClickError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])

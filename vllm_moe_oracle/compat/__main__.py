@@ -11,10 +11,12 @@ import json
 
 from ..releases.supported import CPU_RELEASES, RELEASES, support_table
 
+_DESCRIPTION = "Prints the table of supported vLLM releases."
+
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(prog="python -m vllm_moe_oracle.compat", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m vllm_moe_oracle.compat", description=_DESCRIPTION)
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--releases", action="store_true", help="the tested releases, as a JSON list")
     kind.add_argument("--cpu", action="store_true", help="the releases that a model is served with, as a JSON list")

@@ -55,6 +55,33 @@ _FirstStarts = Annotated[
 ]
 
 
+HELP = """\
+Serve a model with stock vLLM and with the plugin by turns, and say whether there is a gain.
+
+Every turn starts a server of each kind and runs vllm bench serve against it, with the same prompts, once for each
+concurrency. Options that are not named here go to vllm serve; those after -- all do.
+
+\b
+Examples:
+  vllm-moe-oracle ab openai/gpt-oss-20b --concurrency 1,64 --prompts 20,400
+  vllm-moe-oracle ab ~/models/gpt-oss-120b --turns 5 --tensor-parallel-size 2
+  vllm-moe-oracle ab MODEL --json -- --max-model-len 8192
+  vllm-moe-oracle ab MODEL --turns 5 --logs ab/ --resume
+
+\b
+Exit status:
+  0  both were measured, whichever is faster
+  2  the input or this machine cannot be used; one line on standard error says
+     what
+  3  nothing is compared: the plugin's server ran no layer through the plugin,
+     or stock's server did
+  4  a server did not start, or a benchmark failed; its last lines are on
+     standard error
+  130  interrupted
+After 3, 4 or a signal the completed turns are shown, and --resume continues.
+"""
+
+
 def command(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="As vllm serve takes it. Options after it are vLLM's.", metavar="MODEL")],
@@ -79,30 +106,7 @@ def command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Serve a model with stock vLLM and with the plugin by turns, and say whether there is a gain.
-
-    Every turn starts a server of each kind and runs vllm bench serve against it, with the same prompts, once for each
-    concurrency. Options that are not named here go to vllm serve; those after -- all do.
-
-    \b
-    Examples:
-      vllm-moe-oracle ab openai/gpt-oss-20b --concurrency 1,64 --prompts 20,400
-      vllm-moe-oracle ab ~/models/gpt-oss-120b --turns 5 --tensor-parallel-size 2
-      vllm-moe-oracle ab MODEL --json -- --max-model-len 8192
-      vllm-moe-oracle ab MODEL --turns 5 --logs ab/ --resume
-
-    \b
-    Exit status:
-      0  both were measured, whichever is faster
-      2  the input or this machine cannot be used; one line on standard error says
-         what
-      3  nothing is compared: the plugin's server ran no layer through the plugin,
-         or stock's server did
-      4  a server did not start, or a benchmark failed; its last lines are on
-         standard error
-      130  interrupted
-    After 3, 4 or a signal the completed turns are shown, and --resume continues.
-    """
+    """What `HELP` says."""
     loads = _loads(prompts, concurrency, input_len, output_len, seed)
     _check_model(model)
     _check(turns, start_timeout, port)

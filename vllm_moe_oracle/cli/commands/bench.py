@@ -76,6 +76,29 @@ _Plot = Annotated[
 ]
 
 
+HELP = """\
+Time every accepted backend beside stock vLLM's own layer, on this machine, in one run.
+
+The first record holds the conditions and the command that repeats them.
+
+\b
+Examples:
+  vllm-moe-oracle bench ~/models/gpt-oss-20b
+  vllm-moe-oracle bench mxfp8:qwen3-30b-a3b --tokens 1,256 --stock auto,marlin
+  vllm-moe-oracle bench ~/models/Mixtral-8x7B --quantization mxfp8 --dp 4 --ep
+  vllm-moe-oracle bench --scheme mxfp8,int4_g128 --shape minimax-m2@tp4
+  vllm-moe-oracle bench mxfp4:gpt-oss-20b --peers-folder ~/peers
+
+\b
+Exit status:
+  0  everything was timed
+  2  the input or this machine cannot be used; one line on standard error says
+     what
+  4  a backend, a stock layer or a kernel of another project could not be timed,
+     or failed its check; the records say why
+"""
+
+
 def command(
     models: ModelNames = None,
     scheme: _Schemes = None,
@@ -105,26 +128,7 @@ def command(
     assignments: Assignments = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records, one JSON object a line.")] = False,
 ) -> None:
-    """Time every accepted backend beside stock vLLM's own layer, on this machine, in one run.
-
-    The first record holds the conditions and the command that repeats them.
-
-    \b
-    Examples:
-      vllm-moe-oracle bench ~/models/gpt-oss-20b
-      vllm-moe-oracle bench mxfp8:qwen3-30b-a3b --tokens 1,256 --stock auto,marlin
-      vllm-moe-oracle bench ~/models/Mixtral-8x7B --quantization mxfp8 --dp 4 --ep
-      vllm-moe-oracle bench --scheme mxfp8,int4_g128 --shape minimax-m2@tp4
-      vllm-moe-oracle bench mxfp4:gpt-oss-20b --peers-folder ~/peers
-
-    \b
-    Exit status:
-      0  everything was timed
-      2  the input or this machine cannot be used; one line on standard error says
-         what
-      4  a backend, a stock layer or a kernel of another project could not be timed,
-         or failed its check; the records say why
-    """
+    """What `HELP` says."""
     chosen = command_settings(assignments)
     set_batch_invariant(batch_invariant)
     problems = _kernel_shapes(models, scheme, shape, Ranks(tp, dp, ep), quantization, chosen)

@@ -107,6 +107,34 @@ _Brief = Annotated[
 _Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also name the backends for other kinds of devices.")]
 
 
+HELP = f"""\
+Say which backend each MoE layer of a checkpoint gets, and why.
+
+Reads the checkpoint's config, and of a folder's tensors the headers; needs no GPU, no torch and no vLLM. The row
+"why" begins with what decided: user or override (you), measured or predicted times, or the static order. A static
+choice that measurements could improve ends with the command that takes the measurements. Layers for multi-token
+prediction take the backend of --moe-backend, unless --draft-moe-backend names another.
+
+\b
+Examples:
+  vllm-moe-oracle explain ~/models/Qwen3-30B-A3B-MXFP8 --device nvidia-h200
+  vllm-moe-oracle explain config.json --device h200 --vllm {RELEASES[0]} --brief
+  vllm-moe-oracle explain config.json --device h200 --dp 8 --ep --eplb
+  vllm-moe-oracle explain ~/models/Qwen3-30B-A3B --quantization mxfp8
+  vllm-moe-oracle explain config.json --set 'overrides=re:layers\\.0\\.=marlin'
+
+\b
+Exit status:
+  0  every group of layers has a backend or is left to stock vLLM; or the whole
+     model is left to stock vLLM, since it has no experts or is in a format
+     that is not served
+  3  a server would not start: a group has no backend, vLLM refuses the
+     options, or the setting strict refuses a profile; the table is printed
+     nevertheless
+  2  the input cannot be used; one line on standard error says what and where
+"""
+
+
 def command(
     path: _Checkpoint,
     device: _DeviceName = "auto",
@@ -129,31 +157,7 @@ def command(
     verbose: _Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say which backend each MoE layer of a checkpoint gets, and why.
-
-    Reads the checkpoint's config, and of a folder's tensors the headers; needs no GPU, no torch and no vLLM. The row
-    "why" begins with what decided: user or override (you), measured or predicted times, or the static order. A static
-    choice that measurements could improve ends with the command that takes the measurements. Layers for multi-token
-    prediction take the backend of --moe-backend, unless --draft-moe-backend names another.
-
-    \b
-    Examples:
-      vllm-moe-oracle explain ~/models/Qwen3-30B-A3B-MXFP8 --device nvidia-h200
-      vllm-moe-oracle explain config.json --device h200 --vllm 0.29.0 --brief
-      vllm-moe-oracle explain config.json --device h200 --dp 8 --ep --eplb
-      vllm-moe-oracle explain ~/models/Qwen3-30B-A3B --quantization mxfp8
-      vllm-moe-oracle explain config.json --set 'overrides=re:layers\\.0\\.=marlin'
-
-    \b
-    Exit status:
-      0  every group of layers has a backend or is left to stock vLLM; or the whole
-         model is left to stock vLLM, since it has no experts or is in a format
-         that is not served
-      3  a server would not start: a group has no backend, vLLM refuses the
-         options, or the setting strict refuses a profile; the table is printed
-         nevertheless
-      2  the input cannot be used; one line on standard error says what and where
-    """
+    """What `HELP` says."""
     ranks = Ranks(tp, dp, ep, all2all_backend or DEFAULT_ALL2ALL)
     _check_options(path, ranks, eplb, expert_placement_strategy)
     chosen = command_settings(assignments, ignore_bad_profile=True, backend=backend)

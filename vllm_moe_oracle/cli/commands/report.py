@@ -22,6 +22,23 @@ from .. import output
 from ..arguments import Assignments, command_settings, file_option
 from ..writable import make_folder, why_unwritable, why_unwritable_folder
 
+HELP = """\
+Make one page of what was measured and decided: times, speed-up over stock vLLM, choices and their reasons.
+
+The page needs no network and follows the browser's light or dark theme. Needs the extra plot.
+
+\b
+Examples:
+  vllm-moe-oracle report
+  vllm-moe-oracle report bench.jsonl decisions.jsonl -o page.html --svg plots/
+
+\b
+Exit status:
+  0  the page was written
+  2  a file cannot be used, or nothing was measured; one line on standard
+     error says what
+"""
+
 
 def command(
     files: Annotated[
@@ -38,21 +55,7 @@ def command(
     svg: Annotated[Path | None, file_option("Also write each plot as a file into this folder.", metavar="DIR")] = None,
     assignments: Assignments = None,
 ) -> None:
-    """Make one page of what was measured and decided: times, speed-up over stock vLLM, choices and their reasons.
-
-    The page needs no network and follows the browser's light or dark theme. Needs the extra plot.
-
-    \b
-    Examples:
-      vllm-moe-oracle report
-      vllm-moe-oracle report bench.jsonl decisions.jsonl -o page.html --svg plots/
-
-    \b
-    Exit status:
-      0  the page was written
-      2  a file cannot be used, or nothing was measured; one line on standard
-         error says what
-    """
+    """What `HELP` says."""
     _require_modules("matplotlib", "jinja2")
     _check_paths(to, svg)
     chosen = command_settings(assignments)

@@ -44,6 +44,30 @@ _VALID_NAMES = " Valid are "
 """Where the list of all valid names begins in an error; standard error and JSON have it."""
 
 
+HELP = """\
+Say what is installed, whether the plugin is active, what is wrong, and what running servers leave to stock vLLM.
+
+By itself it reads versions, settings, caches and records, in about a second. --check, --verbose and --json also
+register the plugin in this process the way vLLM registers it, without a model or a GPU; vLLM's import takes some
+seconds. explain --device on another machine takes the file that --json prints.
+
+\b
+Examples:
+  vllm-moe-oracle status
+  vllm-moe-oracle status --check && vllm serve MODEL
+  vllm-moe-oracle status --json > here.json
+
+\b
+Exit status:
+  0  the report was made, whether or not the plugin is active
+  1  with --check: the plugin is not active, a setting is invalid or has no
+     effect, its backend cannot run on this machine, a backend could not be
+     loaded, or the cache cannot be used
+  2  without --check: a setting has an unknown name, a value that it cannot
+     take, or the name of no backend
+"""
+
+
 def command(
     check: Annotated[
         bool,
@@ -61,27 +85,7 @@ def command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is installed, whether the plugin is active, what is wrong, and what running servers leave to stock vLLM.
-
-    By itself it reads versions, settings, caches and records, in about a second. --check, --verbose and --json also
-    register the plugin in this process the way vLLM registers it, without a model or a GPU; vLLM's import takes some
-    seconds. explain --device on another machine takes the file that --json prints.
-
-    \b
-    Examples:
-      vllm-moe-oracle status
-      vllm-moe-oracle status --check && vllm serve MODEL
-      vllm-moe-oracle status --json > here.json
-
-    \b
-    Exit status:
-      0  the report was made, whether or not the plugin is active
-      1  with --check: the plugin is not active, a setting is invalid or has no
-         effect, its backend cannot run on this machine, a backend could not be
-         loaded, or the cache cannot be used
-      2  without --check: a setting has an unknown name, a value that it cannot
-         take, or the name of no backend
-    """
+    """What `HELP` says."""
     chosen, error = None, ""
     registry = _discover()
     try:

@@ -66,6 +66,31 @@ _Imported = Annotated[
 ]
 
 
+HELP = """\
+Measure every accepted backend for a model's MoE layers on this machine, and keep the times for serving.
+
+Only what is missing is measured: an interrupted run continues where it stopped. Measurements are kept in the user's
+cache (the setting cache); servers use them from their next start.
+
+\b
+Examples:
+  vllm-moe-oracle tune ~/models/gpt-oss-20b
+  vllm-moe-oracle tune ~/models/Qwen3-30B-A3B --quantization mxfp8 --dp 4 --ep
+  vllm-moe-oracle tune mxfp4:gpt-oss-120b@tp2 --budget 60
+  vllm-moe-oracle tune --shapes --jobs 60 --gpus all --export nvidia_h200.json
+  vllm-moe-oracle tune --import bench.jsonl --export nvidia_h200.json
+
+\b
+Exit status:
+  0  everything is measured
+  2  the input, the cache or this machine cannot be used; one line on standard
+     error says what
+  3  no backend can run one of the layers
+  4  the budget was spent, or a backend could not be measured; what was
+     measured is kept
+"""
+
+
 def command(
     context: typer.Context,
     models: ModelNames = None,
@@ -91,28 +116,7 @@ def command(
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure every accepted backend for a model's MoE layers on this machine, and keep the times for serving.
-
-    Only what is missing is measured: an interrupted run continues where it stopped. Measurements are kept in the user's
-    cache (the setting cache); servers use them from their next start.
-
-    \b
-    Examples:
-      vllm-moe-oracle tune ~/models/gpt-oss-20b
-      vllm-moe-oracle tune ~/models/Qwen3-30B-A3B --quantization mxfp8 --dp 4 --ep
-      vllm-moe-oracle tune mxfp4:gpt-oss-120b@tp2 --budget 60
-      vllm-moe-oracle tune --shapes --jobs 60 --gpus all --export nvidia_h200.json
-      vllm-moe-oracle tune --import bench.jsonl --export nvidia_h200.json
-
-    \b
-    Exit status:
-      0  everything is measured
-      2  the input, the cache or this machine cannot be used; one line on standard
-         error says what
-      3  no backend can run one of the layers
-      4  the budget was spent, or a backend could not be measured; what was
-         measured is kept
-    """
+    """What `HELP` says."""
     chosen = command_settings(assignments)
     if imported:
         _check_import_options(context)

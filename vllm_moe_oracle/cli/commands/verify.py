@@ -36,6 +36,29 @@ _WORDS = {"passed": "ok", "failed": "WRONG", "damaged": "DAMAGED", "no_backend":
 _KINDS = ("auto", "cpu", "cuda")
 
 
+HELP = """\
+Check every decided kernel of a checkpoint against the float32 reference, on the checkpoint's own weights.
+
+Layer by layer, on this machine: every expert by itself and in calls as a server makes them, on inputs from the
+model's embeddings, norms and routers. Holds one layer's weights at a time, and one expert in float32.
+
+\b
+Examples:
+  vllm-moe-oracle verify ~/models/Qwen3-30B-A3B-MXFP8
+  vllm-moe-oracle verify ~/models/gpt-oss-20b --resume gpt-oss.jsonl --json
+  vllm-moe-oracle verify ~/models/gpt-oss-20b --report FILE --report-only
+
+\b
+Exit status:
+  0  every decided kernel agrees with the reference, and with --report every
+     layer runs through the oracle
+  1  a kernel is wrong, weights are damaged, a layer has no backend, or the
+     server does not run a layer through the oracle
+  2  the input cannot be used; one line on standard error says what and where
+  130  interrupted; --resume continues
+"""
+
+
 def command(
     path: Annotated[str, typer.Argument(help="A checkpoint's folder, with its tensors.", metavar="CHECKPOINT")],
     device: Annotated[
@@ -52,26 +75,7 @@ def command(
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check every decided kernel of a checkpoint against the float32 reference, on the checkpoint's own weights.
-
-    Layer by layer, on this machine: every expert by itself and in calls as a server makes them, on inputs from the
-    model's embeddings, norms and routers. Holds one layer's weights at a time, and one expert in float32.
-
-    \b
-    Examples:
-      vllm-moe-oracle verify ~/models/Qwen3-30B-A3B-MXFP8
-      vllm-moe-oracle verify ~/models/gpt-oss-20b --resume gpt-oss.jsonl --json
-      vllm-moe-oracle verify ~/models/gpt-oss-20b --report FILE --report-only
-
-    \b
-    Exit status:
-      0  every decided kernel agrees with the reference, and with --report every
-         layer runs through the oracle
-      1  a kernel is wrong, weights are damaged, a layer has no backend, or the
-         server does not run a layer through the oracle
-      2  the input cannot be used; one line on standard error says what and where
-      130  interrupted; --resume continues
-    """
+    """What `HELP` says."""
     chosen = command_settings(assignments)
     check_backend_names(chosen)
     if report_only and report is None:
