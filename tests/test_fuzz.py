@@ -176,7 +176,7 @@ def test_headers_of_tensors(fuzz: Fuzz, tmp_path: Path) -> None:
 
     def read(data: bytes) -> str:
         path.write_bytes(data)
-        kinds = outcome(lambda: tensor_headers.expert_tensor_kinds(tmp_path, ["model.layers.0.mlp.experts"]))
+        kinds = outcome(lambda: tensor_headers.expert_tensors(tmp_path, ["model.layers.0.mlp.experts"]))
         biases = outcome(lambda: tensor_headers.has_nonzero_expert_biases(tmp_path))
         return biases if kinds == "read" else kinds
 

@@ -16,7 +16,7 @@ from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 from vllm_moe_oracle.checkpoint.tensor_headers import (
     INDEX_NAME,
-    expert_tensor_kinds,
+    expert_tensors,
     has_nonzero_expert_biases,
     is_expert_bias,
     tensor_files,
@@ -98,7 +98,7 @@ def test_files_beside_those_of_the_index_do_not_count(other: str, indexed: Path)
         (indexed / "old.safetensors").write_bytes(b"\0" * 5)
     (indexed / "config.json").write_text(json.dumps(quantized(quantization_config=GPTQ, num_hidden_layers=2)))
     assert not has_nonzero_expert_biases(indexed)
-    assert expert_tensor_kinds(indexed, [MODULE]) == {MODULE: {("qweight", "I32")}}
+    assert expert_tensors(indexed, [MODULE])[MODULE].kinds == {("qweight", "I32")}
     found = find_moe_layers(read_checkpoint(indexed))
     assert not any(problem.has_bias for problem in found.problems)
     assert not any("not known" in note for note in found.notes)

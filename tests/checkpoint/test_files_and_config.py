@@ -211,4 +211,4 @@ def test_names_of_any_length_take_no_time(tmp_path: Path) -> None:
     """Names that are cut at every dot would be copied as often as they have dots."""
     header = b'{"%s": {"dtype": "I32"}}' % (b"." * (1 << 24))
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    assert tensor_headers.expert_tensor_kinds(tmp_path, ["model.layers.0.mlp.experts"]) == {}
+    assert tensor_headers.expert_tensors(tmp_path, ["model.layers.0.mlp.experts"]) == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,15 @@ def test_a_damaged_expert_is_named_by_its_number_in_the_layer(ernie: Path, tmp_p
     missing = run("verify", rewrite_tensors(ernie, tmp_path / "missing", remove))
     assert missing.status == 2
     assert "vision_experts, expert 2, model.layers.0.mlp.experts.8.down_proj.weight" in missing.messages
+
+
+def test_experts_of_both_kinds_are_counted_together(ernie: Path, tmp_path: Path, run: cli.Run) -> None:
+    folder = changed(Path(shutil.copytree(ernie, tmp_path / "model")), moe_num_experts=[TEXT, IMAGES - 1])
+    for command in ("explain", "verify"):
+        found = run(command, folder)
+        assert found.status == 2
+        assert "the files hold 10 experts, and the config says 9: vLLM would not load expert 9" in found.messages
+        assert "or set" not in found.messages  # the field has a number for each kind
 
 
 def test_vllms_loader_takes_the_same_tensors(ernie: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,7 +308,7 @@ def compact_layer_names(names: Iterable[str]) -> str:
             groups.setdefault((before, after), []).append(int(number))
         else:
             others.append(name)
-    ranges = [f"{before}.layers.{_index_ranges(found)}.{after}" for (before, after), found in groups.items()]
+    ranges = [f"{before}.layers.{index_ranges(found)}.{after}" for (before, after), found in groups.items()]
     return ", ".join(ranges + others)
 
 
@@ -322,7 +322,8 @@ def short_layer_names(names: Sequence[str]) -> list[str]:
     return [each[places[0] + 1] for each in parts]
 
 
-def _index_ranges(numbers: list[int]) -> str:
+def index_ranges(numbers: list[int]) -> str:
+    """Numbers in words: ``0-2,5``, ``1-47 step 2``."""
     parts: list[list[int]] = []
     found = sorted(numbers)
     if len(found) > 2 and len(steps := {high - low for low, high in itertools.pairwise(found)}) == 1 and steps != {1}:

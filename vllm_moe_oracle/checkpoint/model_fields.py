@@ -71,6 +71,14 @@ def read_float(model: Mapping[str, Any], names: tuple[str, ...], where: str, ind
     return float(value)
 
 
+def count_experts(config: CheckpointFiles, index: int) -> int:
+    """Experts of the layer `index`; 0 where the config does not say. An impossible number is refused where it is used
+    (`layer_problem`)."""
+    _, value = _first_set(config.model_config, NUM_EXPERTS_FIELDS, index)
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_number and 0 < value <= MAX_EXPERTS else 0
+
+
 ERNIE_VL_MODELS = frozenset({"ernie4_5_moe_vl", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text"})
 _FIELDS_BY_KIND = ("moe_num_experts", "moe_intermediate_size", "moe_layer_start_index", "moe_layer_end_index")
 

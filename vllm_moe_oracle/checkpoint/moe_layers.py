@@ -25,6 +25,7 @@ from ..releases import min_versions
 from ..releases.all2all import effective_all2all
 from ..releases.removed_models import last_release_with
 from ..untrusted import boundary
+from .expert_counts import CountedLayer, check_expert_counts
 from .files import CheckpointFiles
 from .layer_names import (
     MTP_COUNT_FIELDS,
@@ -36,9 +37,9 @@ from .layer_names import (
     unread_experts,
 )
 from .layer_problem import check_attention_heads, layer_problem, model_dtype, null_activation_note
-from .model_fields import MAX_RANKS, kinds_of_experts, model_type
+from .model_fields import MAX_RANKS, count_experts, kinds_of_experts, model_type
 from .ranks import Ranks
-from .tensor_headers import are_floating_point, are_quantized, expert_tensor_kinds
+from .tensor_headers import ExpertTensors, are_floating_point, are_quantized, expert_tensors, has_all_files
 
 _ONE_RANK = Ranks()
 
@@ -62,6 +63,7 @@ class MoeLayers:
             speculative decoding.
         refused: why vLLM refuses the model's other layers, so that a server does not start with or without this
             package unless the files leave them unquantized; "" where it does not.
+        notes_on_files: those of `notes` that say what the files hold otherwise than the config says.
     """
 
     problems: tuple[Problem, ...]
@@ -71,6 +73,7 @@ class MoeLayers:
     notes: tuple[str, ...]
     mtp_problems: tuple[Problem, ...] = ()
     refused: str = ""
+    notes_on_files: tuple[str, ...] = ()
 
 
 def find_moe_layers(
@@ -112,7 +115,8 @@ def _find_moe_layers(
     names = moe_layer_names(config, vllm)
     format_of, method = _expert_formats(config, online)
     mtp_names = mtp_layer_names(config, vllm)
-    kinds_in_files, unread = _kinds_in_files(config, (names | mtp_names).values())
+    in_files, unread = _experts_in_files(config, (names | mtp_names).values())
+    kinds_in_files = _kinds_in_files(in_files, (names | mtp_names).values())
     if config.quantization is not None and takes_modules_from_files(*config.quantization, method):
         format_of = _without(format_of, {name for name, each in kinds_in_files.items() if are_floating_point(each)})
     problems: list[Problem] = []
@@ -133,9 +137,11 @@ def _find_moe_layers(
     if not problems and not mtp_problems:
         check_attention_heads(config, ranks)
     drafts = {layer.modules[0] for layer in mtp_names.values()}
+    miscounted = _check_counts(config, names | mtp_names, in_files, {*problems, *mtp_problems}, drafts)
     compared = {name: each for name, each in kinds_in_files.items() if name not in foreign}
     quantized = {problem.layer for problem in (*problems, *mtp_problems)}
     said, packed = ([unread], False) if unread else _notes_on_files(config, compared, quantized, drafts)
+    said += miscounted
     notes = (*_notes(config, unquantized, foreign, drafts, online, packed), *said)
     if model_type(config) == EVEN_SPLIT_MODEL_TYPE and any(problem.scheme.name == "wna16" for problem in problems):
         rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "
@@ -143,7 +149,8 @@ def _find_moe_layers(
     refused = _refused_linear(config, problems, vllm)
     if refused:  # whether linear layers are quantized at all is not looked at here: a note, and no more
         notes += (f"a server does not start, unless the files leave all layers but experts unquantized: {refused}",)
-    return MoeLayers(tuple(problems), tuple(unquantized), foreign, method, notes, tuple(mtp_problems), refused)
+    drafted = tuple(mtp_problems)
+    return MoeLayers(tuple(problems), tuple(unquantized), foreign, method, notes, drafted, refused, tuple(said))
 
 
 def _check_readable(config: CheckpointFiles, ranks: Ranks, online: str, vllm: str | None) -> None:
@@ -170,19 +177,49 @@ def _refused_linear(config: CheckpointFiles, problems: Iterable[Problem], vllm: 
     return refused
 
 
-def _kinds_in_files(
-    config: CheckpointFiles, layers: Iterable[LayerNames]
-) -> tuple[Mapping[str, Collection[tuple[str, str]]], str]:
-    """What the files hold of each layer's experts, by vLLM's name of the layer; nothing where there is no folder. Where
-    a file cannot be read, nothing but a note that says so."""
+def _experts_in_files(config: CheckpointFiles, layers: Iterable[LayerNames]) -> tuple[Mapping[str, ExpertTensors], str]:
+    """What the files hold of each layer's experts, by the modules' names in files; nothing where there is no folder.
+    Where a file cannot be read, nothing but a note that says so."""
     if config.folder is None:
         return {}, ""
-    modules = {layer.modules[0]: [name for name, _ in layer.modules_in_files()] for layer in layers}
     try:
-        found = expert_tensor_kinds(config.folder, {name for names in modules.values() for name in names})
+        return expert_tensors(config.folder, {name for each in layers for name, _ in each.modules_in_files()}), ""
     except CheckpointError as error:
         return {}, f"whether the files hold the experts as the config says is not known: {error}"
-    return {layer: {kind for name in names for kind in found.get(name, ())} for layer, names in modules.items()}, ""
+
+
+def _kinds_in_files(
+    found: Mapping[str, ExpertTensors], layers: Iterable[LayerNames]
+) -> Mapping[str, Collection[tuple[str, str]]]:
+    """The kinds of tensors of each layer's experts, by vLLM's name of the layer."""
+    if not found:
+        return {}
+    return {
+        layer.modules[0]: {kind for name, _ in layer.modules_in_files() if name in found for kind in found[name].kinds}
+        for layer in layers
+    }
+
+
+def _check_counts(
+    config: CheckpointFiles,
+    names: Mapping[tuple[int, int], LayerNames],
+    in_files: Mapping[str, ExpertTensors],
+    problems: Collection[Problem],
+    drafts: Container[str],
+) -> list[str]:
+    """Refuses files that hold other experts of the quantized layers than the config says, and notes those of layers
+    for multi-token prediction; see `expert_counts`."""
+    if config.folder is None or not in_files:
+        return []
+    quantized = {problem.layer for problem in problems}
+    parts = [part for _, part in kinds_of_experts(config)]
+    layers = [
+        CountedLayer(
+            layer, count_experts(parts[kind], index), layer.modules[0] in quantized, layer.modules[0] in drafts
+        )
+        for (index, kind), layer in names.items()
+    ]
+    return check_expert_counts(config, layers, in_files, has_all_files(config.folder))
 
 
 def _without(format_of: FormatLookup, unquantized: Container[str]) -> FormatLookup:

@@ -1,4 +1,5 @@
-"""Reads what a config does not say from safetensors files: whether experts have biases, and their tensors' dtypes.
+"""Reads what a config does not say from safetensors files: whether experts have biases, their tensors' dtypes, and how
+many experts there are.
 
 No field of a GPTQ or AWQ config speaks of biases. AutoGPTQ wrote one of zeros for every matrix, which counts as none. A
 file begins with eight bytes, the length of a JSON object with dtype, shape and offsets of each tensor; their bytes
@@ -11,6 +12,7 @@ import contextlib
 import os
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -68,12 +70,37 @@ def tensor_files(folder: Path) -> list[Path]:
         indexed = exists(index)
     if not indexed:
         return found
+    names = _indexed(index)
+    return [path for path in found if path.name in names] or found
+
+
+def has_all_files(folder: Path) -> bool:
+    """Whether all safetensors files of a checkpoint are there, as far as its index or their names tell.
+
+    Raises:
+        CheckpointError: as by `tensor_files`.
+    """
+    index = folder / INDEX_NAME
+    with boundary(CheckpointError, "cannot be read", where=str(index)):
+        if exists(index):
+            return all(exists(folder / name) for name in _indexed(index))
+    numbers: dict[tuple[str, int], set[int]] = {}
+    for path in folder.glob("*.safetensors"):
+        if match := _PART.fullmatch(path.name):
+            numbers.setdefault((match["stem"], int(match["total"])), set()).add(int(match["number"]))
+    return all(len(found) >= total for (_, total), found in numbers.items())
+
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})\.safetensors", re.ASCII)
+
+
+def _indexed(index: Path) -> set[str]:
+    """The names of files in an index."""
     data = read_file(index, _MAX_INDEX_BYTES, CheckpointError)
     check_values(data, CheckpointError, str(index))
     remedy = "Fetch the file again, or remove it where all files of the folder belong to the model"
     with boundary(CheckpointError, "has no weight_map from names to files", remedy, str(index)):
-        names = {*_INDEX.decode(data).weight_map.values()}
-    return [path for path in found if path.name in names] or found
+        return {*_INDEX.decode(data).weight_map.values()}
 
 
 TensorKinds = Collection[tuple[str, str]]
@@ -81,10 +108,42 @@ TensorKinds = Collection[tuple[str, str]]
 without biases."""
 
 
+@dataclass(slots=True)
+class ExpertTensors:
+    """What the files hold of a layer's experts.
+
+    Attributes:
+        kinds: see `TensorKinds`.
+        numbers: the experts that have tensors of their own, besides biases.
+        counts: how many experts the tensors have that hold those of all.
+    """
+
+    kinds: set[tuple[str, str]] = field(default_factory=set)
+    numbers: set[int] = field(default_factory=set)
+    counts: set[int] = field(default_factory=set)
+
+    def add(self, rest: str, tensor: _Tensor) -> None:
+        """Adds a tensor; `rest` is what follows the module in its name, and may be cut at its end."""
+        first, _, others = rest.partition(".")
+        if others and first.isdecimal() and first.isascii() and len(first) <= _MAX_DIGITS:
+            self.numbers.add(int(first))
+        elif first in _ALL_EXPERTS and tensor.shape:
+            self.counts.add(tensor.shape[0])
+
+
+_MAX_DIGITS = 6
+_ALL_EXPERTS = frozenset(
+    f"{matrix}{ending}" for matrix in ("gate_up_proj", "down_proj") for ending in ("", "_blocks", "_scales")
+)
+"""Endings of tensors that hold all experts of a layer, `[experts, ...]`. States that vLLM saved have other names, and
+hold the experts of one rank."""
+
+
 class _Tensor(msgspec.Struct, frozen=True):
-    """What is read of a tensor whose dtype alone is asked for; the entry of metadata has none."""
+    """What is read of a tensor; the entry of metadata has neither."""
 
     dtype: str = ""
+    shape: tuple[int, ...] = ()
 
 
 _TYPES = msgspec.json.Decoder(dict[str, _Tensor])
@@ -99,9 +158,9 @@ class _Index(msgspec.Struct, frozen=True):
 _INDEX = msgspec.json.Decoder(_Index)
 
 
-def expert_tensor_kinds(folder: Path, modules: Collection[str]) -> dict[str, set[tuple[str, str]]]:
-    """What the safetensors files of a checkpoint (`tensor_files`) hold of experts: the `TensorKinds` under each name
-    that has any. Only the files' headers are read, each once.
+def expert_tensors(folder: Path, modules: Collection[str]) -> dict[str, ExpertTensors]:
+    """What the safetensors files of a checkpoint (`tensor_files`) hold of experts, under each name that has any. Only
+    the files' headers are read, each once.
 
     Args:
         folder: the checkpoint's, or that of a state which vLLM saved.
@@ -112,7 +171,7 @@ def expert_tensor_kinds(folder: Path, modules: Collection[str]) -> dict[str, set
     """
     longest = max(map(len, modules), default=0)
     wanted = frozenset(modules)
-    found: dict[str, set[tuple[str, str]]] = {}
+    found: dict[str, ExpertTensors] = {}
     for path in tensor_files(folder):
         with _opened(path) as file:
             data = _header_bytes(file)
@@ -121,8 +180,14 @@ def expert_tensor_kinds(folder: Path, modules: Collection[str]) -> dict[str, set
         for name, tensor in tensors.items():
             # Truncated first: rpartition copies, and a name in a file may have megabytes.
             if not name.endswith("bias") and (module := _module_of(name[: longest + 1], wanted)):
-                found.setdefault(module, set()).add((name.rpartition(".")[2], tensor.dtype))
+                layer = found.setdefault(module, ExpertTensors())
+                layer.kinds.add((name.rpartition(".")[2], tensor.dtype))
+                layer.add(name[len(module) + 1 : len(module) + _MOST_CHARS], tensor)
     return found
+
+
+_MOST_CHARS = 32
+"""Characters after a module's name that are looked at for an expert's number, or for a tensor of all experts."""
 
 
 def _module_of(name: str, modules: Collection[str]) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
 
-from ..checkpoint.tensor_headers import expert_tensor_kinds, has_quantized_tensor
+from ..checkpoint.tensor_headers import expert_tensors, has_quantized_tensor
 from ..settings import AUTO
 from .engine_adapter import loads_saved_state, models_of, saved_state_error
 from .layer_context import current_layer
@@ -81,7 +81,8 @@ class UnquantizedChoice:
         """Raises where vLLM loads quantized experts of this layer from a saved state."""
         if name and loads_saved_state(engine):
             folder = Path(engine.model_config.model)
-            if folder.is_dir() and has_quantized_tensor(expert_tensor_kinds(folder, [name]).get(name, ())):
+            held = expert_tensors(folder, [name]).get(name) if folder.is_dir() else None
+            if held is not None and has_quantized_tensor(held.kinds):
                 raise saved_state_error(name)
 
     def _serves_model(self, engine: VllmConfig) -> bool:

@@ -1,0 +1,207 @@
+"""Checkpoints whose files hold another number of experts than the config says: refused, with layers and numbers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from tests.lib import checkpoints, integer_checkpoints
+from tests.lib.integer_checkpoints import Integers
+from vllm_moe_oracle.checkpoint import tensor_headers
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
+from vllm_moe_oracle.cli.main import app
+from vllm_moe_oracle.errors import CheckpointError
+
+EXPERTS = 4
+SIZE = checkpoints.Size(experts=EXPERTS, top_k=2)
+LAYERS = "model.layers.0-1.mlp.experts"
+
+Tensors = dict[str, torch.Tensor]
+
+
+def write(folder: Path, arch: str = "qwen3_moe", **choices: Any) -> Path:
+    model = checkpoints.ARCHITECTURES[arch](SIZE, np.random.default_rng(0))
+    return checkpoints.write_model(folder, model, **choices)
+
+
+def write_integers(folder: Path) -> Path:
+    plain = write(folder.with_name("plain"), format="bf16")
+    return integer_checkpoints.write(plain, folder, Integers("gptq"), twin=False)
+
+
+FORMATS: Mapping[str, Callable[[Path], Path]] = {
+    "mxfp8": write,
+    "mxfp4": lambda folder: write(folder, format="mxfp4"),
+    "gptq": write_integers,
+}
+
+
+def with_config(folder: Path, **fields: Any) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return folder
+
+
+def with_tensors(folder: Path, edit: Callable[[Tensors], None]) -> Path:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file)
+    return folder
+
+
+def numbered(name: str, layer: int = 0) -> re.Match[str] | None:
+    return re.fullmatch(rf"(model\.layers\.{layer}\.mlp\.experts\.)(\d+)(\..+)", name)
+
+
+def holds(numbers: Collection[int], layer: int = 0) -> Callable[[Tensors], None]:
+    """Leaves a layer the experts of these numbers, copies of its first expert."""
+
+    def edit(tensors: Tensors) -> None:
+        own = {
+            match: tensors.pop(match[0]) for match in [*map(functools.partial(numbered, layer=layer), tensors)] if match
+        }
+        for match, tensor in own.items():
+            if match[2] == "0":
+                tensors |= {f"{match[1]}{number}{match[3]}": tensor.clone() for number in numbers}
+
+    return edit
+
+
+def find(folder: Path) -> MoeLayers:
+    return find_moe_layers(read_checkpoint(folder))
+
+
+def refused(folder: Path) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        find(folder)
+    return caught.value
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("stated", [1, 2, EXPERTS - 1, EXPERTS, EXPERTS + 1, 2 * EXPERTS])
+def test_files_that_hold_another_number_are_refused(stated: int, format: str, tmp_path: Path) -> None:
+    folder = with_config(FORMATS[format](tmp_path / "model"), num_experts=stated, num_experts_per_tok=1)
+    if stated == EXPERTS:
+        assert len(find(folder).problems) == 2
+        return
+    error = refused(folder)
+    assert error.where == f"{folder}/config.json, {LAYERS}"
+    assert error.rule.startswith(f"the files hold {EXPERTS} experts, and the config says {stated}: ")
+    first, last = min(stated, EXPERTS), max(stated, EXPERTS) - 1
+    numbers = f"expert {first}" if first == last else f"experts {first}-{last}"
+    assert error.rule.endswith(f": vLLM would not load {numbers}" if stated < EXPERTS else f": they lack {numbers}")
+    assert f"set num_experts to {EXPERTS} where the routers have as many rows" in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("numbers", "rule"),
+    [
+        ((0, 1, 3), "the files hold 3 experts, and the config says 4: they lack expert 2"),
+        ((1, 2, 3, 4), "the files hold 4 experts, and the config says 4: vLLM would not load expert 4"),
+        ((0, 1, 2, 3, 70000), "the files hold 5 experts, and the config says 4: vLLM would not load expert 70000"),
+    ],
+)
+def test_each_layer_and_each_number_counts(numbers: tuple[int, ...], rule: str, tmp_path: Path) -> None:
+    error = refused(with_tensors(write(tmp_path / "model"), holds(numbers, layer=1)))
+    assert error.rule == rule and error.where.endswith(", model.layers.1.mlp.experts")
+    offered = numbers == (0, 1, 2, 3, 70000)  # of the others no number of experts makes a whole layer
+    assert ("or set num_experts to 5" in error.remedy) == offered
+    assert error.remedy.startswith("Fetch the files that belong to this config")
+
+
+@pytest.mark.parametrize("stated", [EXPERTS - 1, EXPERTS, EXPERTS + 1])
+def test_tensors_that_hold_all_experts(stated: int, tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", "gpt_oss", format="mxfp4")
+    with_config(folder, num_local_experts=stated)
+    if stated == EXPERTS:
+        assert find(folder).problems
+        return
+    error = refused(folder)
+    assert error.rule.startswith(f"a tensor of the files holds {EXPERTS} experts, and the config says {stated}")
+    assert f"set num_local_experts to {EXPERTS}" in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("held", "words"), [(EXPERTS + 1, "vLLM would not load expert 4"), (EXPERTS - 1, "they lack expert 3")]
+)
+def test_of_a_layer_for_multi_token_prediction_it_is_a_note(held: int, words: str, tmp_path: Path) -> None:
+    """A server that does not decode speculatively never loads it; a tool that prunes experts may leave it as it was."""
+    folder = with_tensors(write(tmp_path / "model", "glm4_moe"), holds(range(held), layer=2))
+    layers = find(folder)
+    assert layers.mtp_problems
+    (note,) = layers.notes_on_files
+    assert note in layers.notes and note.startswith("model.layers.2.mlp.experts: the files hold ") and words in note
+
+
+def test_experts_that_are_not_quantized_are_not_counted(tmp_path: Path) -> None:
+    """Stock vLLM serves them."""
+    folder = write(tmp_path / "model", "glm4_moe", kept="model.layers.2.")
+    with_tensors(folder, holds(range(EXPERTS + 1), layer=2))
+    assert find(folder).unquantized == ("model.layers.2.mlp.experts",)
+
+
+# --- Files that are not there -----------------------------------------------------------------------------------------
+
+
+def split(folder: Path, names: tuple[str, str], is_indexed: bool) -> Path:
+    """Distributes the tensors to two files, the last expert to the second one, and leaves that one out."""
+    tensors = load_file(folder / "model.safetensors")
+    last = {name for name in tensors if f".experts.{EXPERTS - 1}." in name}
+    (folder / "model.safetensors").unlink()
+    save_file({name: tensor for name, tensor in tensors.items() if name not in last}, folder / names[0])
+    if is_indexed:
+        places = {name: names[name in last] for name in tensors}
+        (folder / tensor_headers.INDEX_NAME).write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+@pytest.mark.parametrize("is_indexed", [True, False])
+def test_experts_of_files_that_are_not_there_yet_are_not_missed(is_indexed: bool, tmp_path: Path) -> None:
+    names = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    folder = split(write(tmp_path / "model"), names, is_indexed)
+    assert len(find(folder).problems) == 2
+    save_file({"other": torch.zeros(1)}, folder / names[1])
+    assert "they lack expert 3" in refused(folder).rule
+    (folder / names[1]).unlink()
+    assert "would not load expert 2" in refused(with_config(folder, num_experts=2)).rule
+
+
+def test_a_folder_without_the_layers_tensors_is_not_judged(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model")
+    save_file({"other": torch.zeros(1)}, folder / "model.safetensors")
+    assert len(find(folder).problems) == 2
+    (folder / "model.safetensors").unlink()
+    assert len(find(folder).problems) == 2
+
+
+def test_a_state_that_vllm_saved_holds_the_experts_of_one_rank(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model")
+    names = [f"model.layers.{layer}.mlp.experts.w13_weight" for layer in range(2)]
+    tensors = {name: torch.zeros(EXPERTS // 2, 64, 128, dtype=torch.float8_e4m3fn) for name in names}
+    save_file(tensors, folder / "model.safetensors")
+    assert len(find(folder).problems) == 2
+
+
+# --- Commands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["explain", "verify"])
+def test_commands_end_with_the_rule_and_the_remedy(command: str, tmp_path: Path) -> None:
+    folder = with_config(write(tmp_path / "model"), num_experts=2)
+    told = CliRunner().invoke(app, [command, str(folder)])
+    assert isinstance(told.exception, CheckpointError)
+    assert "the files hold 4 experts, and the config says 2: vLLM would not load experts 2-3" in str(told.exception)
+    config_alone = CliRunner().invoke(app, ["explain", str(folder / "config.json"), "--device", "h200"])
+    assert config_alone.exit_code == 0
