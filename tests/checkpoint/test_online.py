@@ -66,6 +66,13 @@ def test_a_checkpoint_that_is_quantized_stays_what_it_is_or_is_refused(tmp_path:
         find_moe_layers(config, online="mxfp4")
 
 
+@pytest.mark.parametrize("method", ["experts_int8", "compressed-tensors"])
+def test_a_format_may_be_named_by_its_own_method_as_vllm_spells_it(method: str, tmp_path: Path) -> None:
+    stored = {"quant_method": method} | ({"config_groups": {}} if method == "compressed-tensors" else {})
+    config = read_checkpoint(written(tmp_path, quantization_config=stored))
+    assert find_moe_layers(config, online=method) == find_moe_layers(config)
+
+
 @pytest.mark.parametrize(
     ("name", "quantization", "changes"),
     [
@@ -104,11 +111,9 @@ def test_every_online_name_of_the_installed_vllm_is_known() -> None:
     names = pytest.importorskip("vllm.model_executor.layers.quantization").QUANTIZATION_METHODS
     shorthands = pytest.importorskip("vllm.config.quantization")._ONLINE_SHORTHANDS
     assert args and set(shorthands) - {*ONLINE_SCHEMES, *UNSUPPORTED_ONLINE} == set()
-    readers = {
-        name.replace("-", "_") for name in (*_BY_METHOD, *(each for them in METHOD_ALIASES.values() for each in them))
-    }
-    known = {*readers, *METHOD_ALIASES, *UNSUPPORTED_ONLINE, *ONLINE_SCHEMES, "deepseek_v4_fp8", "inc"}
-    assert {name.replace("-", "_") for name in names} - known == set()
+    aliases = {each for them in METHOD_ALIASES.values() for each in them}
+    known = {*_BY_METHOD, *aliases, *METHOD_ALIASES, *UNSUPPORTED_ONLINE, *ONLINE_SCHEMES, "deepseek_v4_fp8", "inc"}
+    assert set(names) - known == set(), "as vLLM spells them"
 
 
 def test_without_the_option_the_experts_are_stocks_and_a_note_names_it(tmp_path: Path) -> None:

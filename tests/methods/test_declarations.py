@@ -29,11 +29,11 @@ def test_declared_classes_exist() -> None:
 
 
 def test_every_format_that_is_read_is_served() -> None:
-    served = {name.replace("-", "_") for each in methods.declarations() for name in each.quantizations}
+    served = {name for each in methods.declarations() for name in each.quantizations}
     for found in pkgutil.iter_modules(quantization.__path__):
         declared = getattr(importlib.import_module(f"{quantization.__name__}.{found.name}"), "FORMAT", None)
         if isinstance(declared, QuantConfigFormat) and found.name != "unsupported":
-            names = {declared.vllm_method({}, method).replace("-", "_") for method in declared.parsers}
+            names = {declared.vllm_method({}, method) for method in declared.parsers}
             names |= {*declared.aliases, *(alias for each in declared.aliases.values() for alias in each)}
             assert names & served, f"{found.name}: no method serves {sorted(names)}"
 

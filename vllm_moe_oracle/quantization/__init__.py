@@ -33,11 +33,10 @@ def _formats() -> Iterator[QuantConfigFormat]:
 
 
 _BY_METHOD = {method: each for each in _formats() for method in each.parsers}
-"""The format of each ``quant_method``, with hyphens."""
+"""The format of each ``quant_method``, as vLLM spells it."""
 
-_HYPHENATED = ("auto-round", "compressed-tensors")
-_SPELLINGS = {each: each if each in _HYPHENATED else each.replace("-", "_") for each in _BY_METHOD}
-"""Each ``quant_method`` as vLLM spells it."""
+_SPELLINGS = {method.replace("_", "-"): method for method in _BY_METHOD}
+"""Each of these, by its spelling with hyphens."""
 
 METHOD_ALIASES = {name: aliases for each in _BY_METHOD.values() for name, aliases in each.aliases.items()}
 """Names that vLLM's ``--quantization`` takes for a checkpoint besides vLLM's own name for it."""
@@ -75,7 +74,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     if method in _BY_METHOD:
         _check_spelling(config, method, where)
         return _BY_METHOD[method].parsers[method](config, where)
-    remedy = f"{did_you_mean(method, _SPELLINGS.values())}Known are {', '.join(_SPELLINGS.values())}"
+    remedy = f"{did_you_mean(method, _BY_METHOD)}Known are {', '.join(_BY_METHOD)}"
     if not method:
         raise CheckpointError("there is no quant_method", remedy, where)
     # Not unsupported: vLLM would take the class that this package replaces.
@@ -86,22 +85,27 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
 
 
 def _quant_method(config: Mapping[str, Any], where: str) -> str:
-    """The ``quant_method``, with hyphens. The hf_quant_config.json of older ModelOpt releases has none: vLLM knows it
-    by its producer, and by ``quantization``."""
-    method = read_string(config, "quant_method", where).replace("_", "-")
+    """The ``quant_method`` as vLLM spells it; one that is not known, with hyphens. The hf_quant_config.json of older
+    ModelOpt releases has none: vLLM knows it by its producer, and by ``quantization``."""
+    method = _spelled(read_string(config, "quant_method", where))
     producer = config.get("producer")
     by_modelopt = isinstance(producer, Mapping) and producer.get("name") == "modelopt"
     return "modelopt" if not method and by_modelopt and isinstance(config.get("quantization"), Mapping) else method
+
+
+def _spelled(word: str) -> str:
+    """A ``quant_method`` in lower case as vLLM spells it; one that is not known, with hyphens."""
+    word = word.replace("_", "-")
+    return _SPELLINGS.get(word, word)
 
 
 def _check_spelling(config: Mapping[str, Any], method: str, where: str) -> None:
     """Refuses a ``quant_method`` that vLLM does not take for the method. It ignores case, takes every word for ModelOpt
     that begins so, and an underscore in compressed-tensors."""
     word = str(config.get("quant_method") or method).lower()
-    known = _SPELLINGS[method]
-    if word.replace("compressed_tensors", "compressed-tensors") != known and not word.startswith("modelopt"):
+    if word.replace("compressed_tensors", "compressed-tensors") != method and not word.startswith("modelopt"):
         rule = f"quant_method is {short_repr(word)}, which vLLM does not know: a server does not start"
-        raise CheckpointError(rule, f"Write {known}", where)
+        raise CheckpointError(rule, f"Write {method}", where)
 
 
 def config_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
@@ -113,7 +117,7 @@ def config_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     if method in _BY_METHOD:
         return _shortened_notes(_BY_METHOD[method].notes(config, where))
     named = f"quant_method {short_repr(config['quant_method'])} is unknown here"
-    hint = did_you_mean(method, _SPELLINGS.values())
+    hint = did_you_mean(method, _BY_METHOD)
     return [f"{named}: a server needs a vLLM, or a plugin, that has it. {hint}".rstrip(". ")]
 
 
@@ -139,7 +143,7 @@ def _shortened_notes(notes: Iterable[str]) -> Iterable[str]:
 
 def has_expert_biases(config: Mapping[str, Any]) -> bool:
     """Whether experts of a config's format may have biases that only the checkpoint's tensors declare."""
-    method = str(config.get("quant_method")).lower().replace("_", "-")
+    method = _spelled(str(config.get("quant_method")).lower())
     return method in _BY_METHOD and _BY_METHOD[method].expert_biases
 
 

@@ -78,9 +78,8 @@ def awq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
 
 
 FORMAT = QuantConfigFormat(
-    dict.fromkeys(("awq", "awq-marlin", "auto-awq"), parse_config),
+    dict.fromkeys(("awq", "awq_marlin", "auto_awq"), parse_config),
     notes,
-    vllm_method=lambda config, method: method.replace("-", "_"),
     aliases={"awq": ("awq_marlin", "auto_awq", "moe_wna16")},
     module_list="modules_to_not_convert",
     expert_biases=True,

@@ -24,7 +24,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
 
 
 FORMAT = QuantConfigFormat(
-    dict.fromkeys(("fp8", "deepseek-v4-fp8"), parse_config),
-    vllm_method=lambda config, method: "deepseek_v4_fp8" if config.get("expert_dtype") else method.replace("-", "_"),
+    dict.fromkeys(("fp8", "deepseek_v4_fp8"), parse_config),
+    vllm_method=lambda config, method: "deepseek_v4_fp8" if config.get("expert_dtype") else method,
     aliases={"deepseek_v4_fp8": ("fp8",)},
 )

@@ -70,5 +70,5 @@ def reject_compressed_tensors(scheme: Scheme, where: str) -> None:
 
 
 FORMAT = QuantConfigFormat(
-    {"mxfp4": parse_config, "gpt-oss-mxfp4": parse_gpt_oss_config}, aliases={"mxfp4": ("gpt_oss_mxfp4",)}
+    {"mxfp4": parse_config, "gpt_oss_mxfp4": parse_gpt_oss_config}, aliases={"mxfp4": ("gpt_oss_mxfp4",)}
 )

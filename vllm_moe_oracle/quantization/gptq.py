@@ -157,9 +157,8 @@ def _checkpoint_format(config: Mapping[str, Any], where: str) -> str:
 
 
 FORMAT = QuantConfigFormat(
-    dict.fromkeys(("gptq", "gptq-marlin", "auto-gptq"), parse_config),
+    dict.fromkeys(("gptq", "gptq_marlin", "auto_gptq"), parse_config),
     notes,
-    vllm_method=lambda config, method: method.replace("-", "_"),
     refused_linear=refused_linear,
     module_list="modules_in_block_to_quantize",
     expert_biases=True,

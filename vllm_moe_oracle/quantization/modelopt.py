@@ -298,16 +298,16 @@ def _vllm_method(config: Mapping[str, Any], method: str) -> str:
         return method
     nested = config.get("quantization")
     algo = read_string(nested if isinstance(nested, Mapping) else config, "quant_algo", "").upper()
-    names = {"MXFP8": "modelopt_mxfp8", "": method.replace("-", "_"), "MIXED_PRECISION": "modelopt_mixed"}
+    names = {"MXFP8": "modelopt_mxfp8", "": method, "MIXED_PRECISION": "modelopt_mixed"}
     return names.get(algo, "modelopt_fp4" if "NVFP4" in algo else "modelopt")
 
 
 FORMAT = QuantConfigFormat(
     {
         "modelopt": parse_config,
-        "modelopt-mxfp8": parse_config,
-        "modelopt-mixed": parse_config,
-        "modelopt-fp4": parse_nvfp4_config,
+        "modelopt_mxfp8": parse_config,
+        "modelopt_mixed": parse_config,
+        "modelopt_fp4": parse_nvfp4_config,
         "mxfp8": parse_minimax_config,
     },
     notes,

@@ -51,6 +51,7 @@ class LayerNames:
         file_modules: further names of the module in the checkpoint's files, which no quantization config uses, each
             with the number that the files give to the layer's first expert.
         num_experts: the number of experts; 0 where it is not known.
+        transposed_router: the files hold the layer's router as `[hidden, experts]`, and vLLM's loader transposes it.
     """
 
     modules: tuple[str, ...]
@@ -59,6 +60,7 @@ class LayerNames:
     requested_projections: tuple[tuple[str, ...], ...] = ()
     file_modules: tuple[tuple[str, int], ...] = ()
     num_experts: int = 0
+    transposed_router: bool = False
 
     def modules_in_files(self) -> tuple[tuple[str, int], ...]:
         """Names that the module may have in the checkpoint's files, and the number of its first expert there."""
@@ -130,7 +132,7 @@ class QuantConfigFormat:
     """One family of quantization configs. A module of this package declares its own as `FORMAT`.
 
     Attributes:
-        parsers: the parser of each ``quant_method``, with hyphens.
+        parsers: the parser of each ``quant_method``, as vLLM spells it.
         notes: what a user should know about a config that was parsed, one sentence each.
         vllm_method: vLLM's name for the quantization of a config, by the config and its ``quant_method``.
         aliases: names that vLLM's ``--quantization`` takes for a checkpoint besides vLLM's own name for it. Not every

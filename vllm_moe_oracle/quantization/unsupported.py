@@ -17,7 +17,7 @@ def parse_unsupported(config: Mapping[str, Any], where: str) -> FormatLookup:
 
 FORMAT = QuantConfigFormat(
     dict.fromkeys(
-        ("bitsandbytes", "experts-int8", "fbgemm-fp8", "fp-quant", "humming", "torchao"),
+        ("bitsandbytes", "experts_int8", "fbgemm_fp8", "fp_quant", "humming", "torchao"),
         parse_unsupported,
     )
 )
