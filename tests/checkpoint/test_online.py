@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.lib.configs import INT4, PACKED, compressed, group
 from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 from vllm_moe_oracle.checkpoint.ranks import Ranks
@@ -66,11 +67,14 @@ def test_a_checkpoint_that_is_quantized_stays_what_it_is_or_is_refused(tmp_path:
         find_moe_layers(config, online="mxfp4")
 
 
-@pytest.mark.parametrize("method", ["experts_int8", "compressed-tensors"])
-def test_a_format_may_be_named_by_its_own_method_as_vllm_spells_it(method: str, tmp_path: Path) -> None:
-    stored = {"quant_method": method} | ({"config_groups": {}} if method == "compressed-tensors" else {})
+@pytest.mark.parametrize(
+    "stored",
+    [{"quant_method": "experts_int8"}, compressed(group(INT4), format=PACKED)],
+    ids=lambda each: each["quant_method"],
+)
+def test_a_format_may_be_named_by_its_own_method_as_vllm_spells_it(stored: dict[str, Any], tmp_path: Path) -> None:
     config = read_checkpoint(written(tmp_path, quantization_config=stored))
-    assert find_moe_layers(config, online=method) == find_moe_layers(config)
+    assert find_moe_layers(config, online=stored["quant_method"]) == find_moe_layers(config)
 
 
 @pytest.mark.parametrize(
