@@ -166,10 +166,19 @@ def test_routers_that_ernie_stores_transposed_route_the_tokens(ernie: Path, tmp_
 def test_a_router_of_no_known_shape_is_said_to_be_random(ernie: Path, run: cli.Run) -> None:
     """That of the fixture is for both kinds of experts together."""
     found = run("verify", ernie, "--json")
-    misfit = " (model.layers.0.mlp.gate.weight is bfloat16 [10, 128], not floats [6, 128])"
+    misfit = " (model.layers.0.mlp.gate.weight is bfloat16 [10, 128], not floats [128, 6])"
     assert {each["inputs"] for each in found.json["layers"]} == {
         f"embedding, the layer's norm, random routing{words} by softmax" for words in (misfit, "")
     }
+
+
+def test_routers_that_ernie_would_transpose_wrongly_are_noted(ernie: Path, tmp_path: Path, run: cli.Run) -> None:
+    def turn(tensors: dict[str, Any]) -> None:
+        tensors["model.layers.0.mlp.gate.weight"] = tensors["model.layers.0.mlp.gate.weight"][:TEXT].contiguous()
+
+    found = run("verify", rewrite_tensors(ernie, tmp_path / "turned", turn), "--json")
+    words = "gate.weight is bfloat16 [6, 128], not floats [128, 6]: it is transposed)"
+    assert words in found.json["layers"][0]["inputs"]
 
 
 def test_a_square_router_is_read_as_other_models_store_it(tmp_path: Path) -> None:

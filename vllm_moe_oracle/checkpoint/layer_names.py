@@ -12,6 +12,7 @@ from ..quantization.types import GATED_PROJECTIONS, NUMBERED_PROJECTION_MODELS, 
 from ..releases.expert_names import projection_names
 from .files import CheckpointFiles
 from .model_fields import (
+    ERNIE_VL_MODELS,
     MAX_EXPERTS,
     MAX_LAYERS,
     NUM_EXPERTS_FIELDS,
@@ -261,6 +262,7 @@ def _layer_names(config: CheckpointFiles, index: int, vllm: str | None, experts:
         projection_names(kind, vllm),
         _file_modules(config, index, modules, block, experts),
         _num_experts(config, experts),
+        kind in ERNIE_VL_MODELS,
     )
 
 

@@ -176,6 +176,7 @@ class StoredExperts:
         endings: the ending of a tensor's name, by canonical suffix (``""``, ``_scale``, ...) or, where one tensor holds
             all experts, by canonical name.
         first: the number that the files give to the layer's first expert.
+        transposed_router: see `LayerNames`.
     """
 
     files: TensorFiles
@@ -184,6 +185,7 @@ class StoredExperts:
     projections: tuple[str, ...]
     endings: Mapping[str, str]
     first: int = 0
+    transposed_router: bool = False
 
     def expert(self, index: int) -> dict[str, Tensor]:
         """Canonical tensors of one expert on the CPU, checked as a server checks them.
@@ -350,7 +352,7 @@ def find_layer(files: TensorFiles, problem: Problem, layer: LayerNames) -> Store
         for module, _ in layer.modules_in_files():
             fused = {name: _FUSED_ENDINGS[name] for name in canonical}
             if all(f"{module}.{ending}" in files for ending in (fused["w13"], fused["w2"])):
-                return StoredExperts(files, problem, module, (), fused)
+                return StoredExperts(files, problem, module, (), fused, 0, layer.transposed_router)
     endings = {name.removeprefix("w13"): own.removeprefix("w13_") for name, own in canonical.items() if name[1] == "1"}
     gated = problem.activation.gated
     others = {} if problem.scheme.name == "wna16" else _OTHER_ENDINGS
@@ -366,7 +368,7 @@ def find_layer(files: TensorFiles, problem: Problem, layer: LayerNames) -> Store
                 for suffix, possible in known.items()
             }
             if first + found[""] in files:
-                return StoredExperts(files, problem, module, names, found, number)
+                return StoredExperts(files, problem, module, names, found, number, layer.transposed_router)
     looked = f"{layer.modules[0]}.0.{next(iter(conventions))[0]}.{endings['']}"
     inside = [name for name in files.names() if f".{_number(problem.layer)}." in name]
     near = sorted(name for name in inside if "expert" in name or ".moe." in name)

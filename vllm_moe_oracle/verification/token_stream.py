@@ -9,7 +9,7 @@ what would make a token nearly zero, which shows no error of a kernel. The words
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,7 +81,7 @@ class TokenStream:
         self._generator = torch.Generator("cpu").manual_seed(0)
         named = sorted((name for name in files.names() if name.endswith(_EMBEDDINGS)), key=len)
         found = [name for name in named if self._is_matrix(name, hidden_size)]
-        self._source = "embedding" if found else f"random numbers{self._misfit(named, f'[tokens, {hidden_size}]')}"
+        self._source = "embedding" if found else f"random numbers{self._misfit(named, [None, hidden_size])}"
         if not found:
             self._states = self._random_states(TOKENS)
             return
@@ -106,14 +106,17 @@ class TokenStream:
         is_table = found.ndim == 2 and found.shape[0] > 0 and found.shape[1] == columns
         return is_table and found.dtype.is_floating_point and found.itemsize > 1
 
-    def _misfit(self, names: Iterable[str], expected: str) -> str:
+    def _misfit(self, names: Iterable[str], expected: Sequence[int | None]) -> str:
         """In words, how the first of some tensors that the files have differs from 16 or 32-bit floats of a shape; ""
-        if they have none."""
+        if they have none. None is any number, of tokens."""
         name = next((each for each in names if each in self._files), None)
         if name is None:
             return ""
         tensor = self._files.meta(name)
-        return f" ({name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, not floats {expected})"
+        shape = list(tensor.shape)
+        turned = ": it is transposed" if not _fits(shape, expected) and _fits(shape[::-1], expected) else ""
+        words = ", ".join("tokens" if each is None else str(each) for each in expected)
+        return f" ({name} is {dtype_name(tensor.dtype)} {shape}, not floats [{words}]{turned})"
 
     def inputs(self, layer: StoredExperts) -> LayerInputs:
         """The inputs of a layer.
@@ -132,7 +135,7 @@ class TokenStream:
         name = self._norm_name(layer.module, layer.problem)
         norm = self._vector(name, "norm")
         if norm is None:
-            misfit = self._misfit(self._norm_names(layer.module), f"[{layer.problem.hidden_size}]")
+            misfit = self._misfit(self._norm_names(layer.module), [layer.problem.hidden_size])
             return states.to(dtype), f"no norm{misfit}"
         x = (states * (norm + self._norm_offset)).to(dtype)
         sizes = _sizes(x)
@@ -176,8 +179,8 @@ class TokenStream:
         name, router = self._router(block, layer)
         if router is None:
             logits = torch.randn(len(x), problem.num_experts, generator=self._generator)
-            expected = f"[{problem.num_experts}, {problem.hidden_size}]"
-            words = f"random routing{self._misfit(self._router_names(block, layer), expected)}"
+            misfit = self._misfit(self._router_names(block, layer), self._router_shape(layer))
+            words = f"random routing{misfit}"
         else:
             logits, words = x.float() @ router.T, "the layer's router"
             bias = self._vector_of(f"{name.removesuffix('weight')}bias", problem)
@@ -203,16 +206,18 @@ class TokenStream:
         """The router's name, and its weights float32 `[experts, hidden]`; None where no tensor has name and shape.
 
         ERNIE-4.5-VL's files hold routers as `[hidden, experts]`, and that of a layer's second kind of experts as
-        ``weight_1``; vLLM's loader transposes them. As many experts as features leave the order open: `[experts,
-        hidden]`, which all other models have, is taken then.
+        ``weight_1``; vLLM's loader transposes them. Those of all other models it takes as they are.
         """
-        shape = (layer.problem.num_experts, layer.problem.hidden_size)
         for name in self._router_names(block, layer):
-            found = tuple(self._files.meta(name).shape) if name in self._files else ()
-            if found in (shape, shape[::-1]):
+            if name in self._files and tuple(self._files.meta(name).shape) == self._router_shape(layer):
                 router = self._vector(name, "router")
-                return name, router if router is None or found == shape else router.T
+                return name, router.T if router is not None and layer.transposed_router else router
         return "", None
+
+    def _router_shape(self, layer: StoredExperts) -> tuple[int, int]:
+        """The shape that a layer's router has in the files."""
+        shape = layer.problem.num_experts, layer.problem.hidden_size
+        return shape[::-1] if layer.transposed_router else shape
 
     def _router_names(self, block: str, layer: StoredExperts) -> list[str]:
         ending = "weight_1" if layer.first else "weight"
@@ -223,6 +228,11 @@ class TokenStream:
         if name not in self._files or self._files.meta(name).shape != (problem.num_experts,):
             return None
         return self._vector(name, "router")
+
+
+def _fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
+    """Whether a shape is the expected one, in which None is any number."""
+    return len(shape) == len(expected) and all(want in (None, own) for own, want in zip(shape, expected, strict=True))
 
 
 def _normalized(states: Tensor) -> Tensor:
