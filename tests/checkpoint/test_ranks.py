@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,15 +126,53 @@ def test_experts_are_sharded_over_all_ranks(read: Any) -> None:
     [
         ({"dp": 5}, r"over 5 ranks \(TP 1 x DP 5\) does not divide .* 768 \(768 mod 5 = 3\)\. Use DP 4, or --ep$"),
         ({"tp": 4, "dp": 5}, r"over 20 ranks \(TP 4 x DP 5\) .* \(768 mod 20 = 8\)\. Use DP 4, or --ep$"),
-        ({"dp": 200, "ep": True}, r"over 200 ranks leaves ranks without one of the 128 experts"),
+        ({"dp": 200, "ep": True}, r"over 200 ranks leaves ranks without one of the 128 experts\. Use DP 128$"),
+        ({"tp": 32, "dp": 5, "ep": True}, r"over 160 ranks leaves .* Use TP 16, or DP 4$"),
+        ({"tp": 7, "dp": 9}, r"7 ranks, which do not divide the 32 .* Use TP 4 x DP 8$"),
+        ({"tp": 10**6}, r"1000000 ranks, which do not divide the 32 .* Use TP 32$"),
+        ({"tp": 10**20, "dp": 10**20, "ep": True}, r"one of the 128 experts\. Use TP 32 x DP 4$"),
         ({"tp": 5, "dp": 2}, r"5 ranks, which do not divide the 32 .* Use TP 4$"),
-        ({"dp": 1 << 17}, r"131072 ranks are more than 65536"),
-        ({"tp": 1 << 9, "dp": 1 << 9}, r"262144 ranks are more than 65536"),
+        ({"dp": 1 << 17}, r"over 131072 ranks \(TP 1 x DP 131072\) does not divide .* Use DP 768$"),
+        ({"tp": 1 << 9, "dp": 1 << 9}, r"512 ranks, which do not divide the 32 .* Use TP 32 x DP 24$"),
     ],
 )
 def test_ranks_that_cannot_share_the_layers(options: dict[str, Any], words: str, read: Any) -> None:
     with pytest.raises(CheckpointError, match=words):
         read(quantized(), **options)
+
+
+@pytest.mark.parametrize("ep", [False, True])
+@pytest.mark.parametrize(("tp", "dp"), [(3, 1), (1, 7), (6, 5), (9, 100), (48, 3), (31, 31), (1, 131), (64, 64)])
+def test_the_remedy_is_the_nearest_number_that_works(tp: int, dp: int, ep: bool, read: Any) -> None:
+    data = quantized(num_hidden_layers=1)
+
+    def works(size: int, copies: int) -> bool:
+        try:
+            read(data, size, ep, dp=copies)
+        except CheckpointError:
+            return False
+        return True
+
+    if works(tp, dp):
+        return
+    with pytest.raises(CheckpointError) as caught:
+        read(data, tp, ep, dp=dp)
+    ways = re.findall(r"(?:TP (\d+))?(?: x )?(?:DP (\d+))?", caught.value.remedy)
+    named = [(int(size or tp), int(copies or dp)) for size, copies in ways if size or copies]
+    assert named
+    for size, copies in named:
+        assert works(size, copies)
+        assert not any(works(larger, copies) for larger in range(size + 1, tp + 1))
+        assert not any(works(size, larger) for larger in range(copies + 1, dp + 1))
+
+
+@pytest.mark.parametrize("tp", [1 << 17, 10**20])
+def test_ranks_that_no_field_limits_have_a_limit(tp: int, tmp_path: Path) -> None:
+    """A model whose experts are not quantized, and whose config does not say how many heads it has."""
+    data = quantized(quantization_config=None, num_attention_heads=None)
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match=f"^.*: {tp} ranks are more than 65536.* Use fewer"):
+        find_moe_layers(read_checkpoint(tmp_path), Ranks(tp))
 
 
 @pytest.mark.parametrize("options", [{"dp": 0}, {"dp": -2, "ep": True}, {"tp": 0, "dp": 2}])

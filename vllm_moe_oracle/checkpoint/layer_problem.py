@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..core import activations
@@ -18,6 +18,7 @@ from .model_fields import (
     ERNIE_VL_MODELS,
     MAX_EXPERTS,
     MAX_FEATURES,
+    MAX_RANKS,
     NUM_EXPERTS_FIELDS,
     UNGATED_MODELS,
     model_type,
@@ -186,9 +187,6 @@ def _check_shardable(
         others: widths of other layers, which a remedy shards evenly.
     """
     tp, dp, total = ranks.tp, ranks.dp, ranks.total
-    if ranks.ep and total > experts:
-        rule = f"expert parallelism over {total} ranks leaves ranks without one of the {experts} experts"
-        raise CheckpointError(rule, where=where)
 
     def fits(size: int, copies: int = dp) -> bool:
         if ranks.ep:
@@ -205,16 +203,36 @@ def _check_shardable(
 
     if fits(tp):
         return
-    smaller = next((f"TP {size}" for size in range(tp - 1, 0, -1) if serves(size)), "")
-    fewer = next((f"DP {copies}" for copies in range(dp - 1, 0, -1) if serves(tp, copies)), "")
-    alternative = "--ep" if total <= experts and not ranks.ep and not heads % tp else ""
-    ways = [each for each in (smaller, fewer, alternative) if each]
+    ways = _fewer_ranks(ranks, serves)
+    if total <= experts and not ranks.ep and not heads % tp:
+        ways.append("--ep")
     remedy = f"Use {', or '.join(ways)}" if ways else "Use fewer ranks"
+    if ranks.ep and total > experts:
+        rule = f"expert parallelism over {total} ranks leaves ranks without one of the {experts} experts"
+        raise CheckpointError(rule, remedy, where)
     if heads % tp:
         raise CheckpointError(_heads_rule(heads, tp), remedy, where)
     over = f"{total} ranks" if dp == 1 else f"{total} ranks (TP {tp} x DP {dp})"
     rule = f"tensor parallelism over {over} does not divide the experts' intermediate size {width}"
     raise CheckpointError(f"{rule} ({width} mod {total} = {width % total})", remedy, where)
+
+
+def _fewer_ranks(ranks: Ranks, serves: Callable[[int, int], bool]) -> list[str]:
+    """The most ranks below those asked for over which a layer can be sharded: in one of the two directions, or else in
+    both.
+
+    Args:
+        ranks: vLLM's options of parallelism.
+        serves: whether that many tensor- and data-parallel ranks can share the layer.
+    """
+    sizes, copies = (range(min(count, MAX_RANKS), 0, -1) for count in (ranks.tp, ranks.dp))
+    smaller = next((size for size in sizes if size < ranks.tp and serves(size, ranks.dp)), 0)
+    fewer = next((count for count in copies if count < ranks.dp and serves(ranks.tp, count)), 0)
+    if smaller or fewer:
+        return [f"{name} {count}" for name, count in (("TP", smaller), ("DP", fewer)) if count]
+    size = next((size for size in sizes if serves(size, 1)), 0)
+    count = next((count for count in copies if serves(size, count)), 0) if size else 0
+    return [f"TP {size} x DP {count}" if count > 1 else f"TP {size}, without --dp"] if count else []
 
 
 def _attention_heads(config: CheckpointFiles) -> int:
@@ -235,7 +253,7 @@ def check_attention_heads(config: CheckpointFiles, ranks: Ranks) -> None:
     """
     heads, tp = _attention_heads(config), ranks.tp
     if heads % tp:
-        fewer = next(size for size in range(tp - 1, 0, -1) if not heads % size)
+        fewer = next(size for size in range(min(tp, heads), 0, -1) if not heads % size)
         raise CheckpointError(_heads_rule(heads, tp), f"Use TP {fewer}", str(config.path))
 
 

@@ -111,7 +111,7 @@ def find_moe_layers(
 def _find_moe_layers(
     config: CheckpointFiles, ranks: Ranks, ragged_shards: bool, online: str, vllm: str | None
 ) -> MoeLayers:
-    _check_readable(config, ranks, online, vllm)
+    _check_readable(config, online, vllm)
     names = moe_layer_names(config, vllm)
     format_of, method = _expert_formats(config, online)
     mtp_names = mtp_layer_names(config, vllm)
@@ -136,6 +136,9 @@ def _find_moe_layers(
             found.append(layer_problem(kinds[kind], index, name, layer_format, ranks, ragged_shards, vllm))
     if not problems and not mtp_problems:
         check_attention_heads(config, ranks)
+    if ranks.total > MAX_RANKS:  # where the layers themselves do not say how many can share them
+        rule = f"{ranks.total} ranks are more than {MAX_RANKS}, the most that are considered"
+        raise CheckpointError(rule, "Use fewer: --tp times --dp are all ranks", str(config.path))
     drafts = {layer.modules[0] for layer in mtp_names.values()}
     miscounted = _check_counts(config, names | mtp_names, in_files, {*problems, *mtp_problems}, drafts)
     compared = {name: each for name, each in kinds_in_files.items() if name not in foreign}
@@ -153,12 +156,8 @@ def _find_moe_layers(
     return MoeLayers(tuple(problems), tuple(unquantized), foreign, method, notes, drafted, refused, tuple(said))
 
 
-def _check_readable(config: CheckpointFiles, ranks: Ranks, online: str, vllm: str | None) -> None:
-    """Refuses what is not asked about, or cannot be: too many ranks, a model that the release has no more, and experts
-    in fields that are not read."""
-    if ranks.total > MAX_RANKS:
-        rule = f"{ranks.total} ranks are more than {MAX_RANKS}, the most that are considered"
-        raise CheckpointError(rule, where=str(config.path))
+def _check_readable(config: CheckpointFiles, online: str, vllm: str | None) -> None:
+    """Refuses a model that the release has no more, and experts in fields that are not read."""
     architectures = config.full_config.get("architectures")
     if removed := last_release_with(architectures if isinstance(architectures, list) else (), vllm):
         rule = "vLLM has {} until {}: a server does not start".format(*removed)
