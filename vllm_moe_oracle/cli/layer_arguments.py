@@ -79,14 +79,24 @@ def resolve_problems(
         elif word in model_shapes.names():
             found += _served_formats(word, tp)
         else:
-            rule = f"{word!r} is neither a checkpoint's folder nor a config.json nor the name of a layer"
-            known = model_shapes.names()
-            remedy = f"{did_you_mean(word, known)}Names are SCHEME:SHAPE, with SHAPE one of {', '.join(known)}"
-            here = "It is a GPU's name; leave it out, since this machine's GPU is measured"
-            raise MeasurementError(rule, here if catalog.find_spec(word) else remedy)
+            raise _unknown_name(word)
     if not found:
         raise MeasurementError("there are no layers to measure")
     return found
+
+
+def _unknown_name(word: str) -> MeasurementError:
+    """What a word may have meant that is no name of a layer."""
+    known = model_shapes.names()
+    shape, at, ranks = word.partition("@")
+    if at and shape in known:
+        count = model_shapes.parse_ranks(ranks, word)
+        rule = "a number of ranks is given, and no format"
+        return MeasurementError(rule, f"Write SCHEME:{shape}@tp{count}, or {shape} --tp {count} for all formats", word)
+    rule = f"{word!r} is neither a checkpoint's folder nor a config.json nor the name of a layer"
+    remedy = f"{did_you_mean(shape, known)}Names are SCHEME:SHAPE[@tpN], with SHAPE one of {', '.join(known)}"
+    here = "It is a GPU's name; leave it out, since this machine's GPU is measured"
+    return MeasurementError(rule, here if catalog.find_spec(word) else remedy)
 
 
 def _served_formats(shape: str, tp: int) -> list[Problem]:

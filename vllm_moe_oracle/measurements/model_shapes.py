@@ -6,6 +6,7 @@ Sizes of the models and the formats in which they are served are data in ``profi
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,35 @@ def parse(name: str) -> Problem:
     Raises:
         MeasurementError: the name is malformed or unknown.
     """
-    match = re.fullmatch(r"([^:@]+):([^:@]+)(?:@tp(\d{1,4}))?", name)
+    match = re.fullmatch(r"([^:@]+):([^:@]+)(?:@(.*))?", name)
     if match is None:
         raise MeasurementError(f"{name!r} is not a layer", "Write SCHEME:SHAPE, like mxfp4:gpt-oss-20b, or ...@tp2")
-    return make_problem(match[1], match[2], int(match[3] or 1))
+    return make_problem(match[1], match[2], 1 if match[3] is None else parse_ranks(match[3], name))
+
+
+def parse_ranks(words: str, name: str) -> int:
+    """The number in ``tpN``.
+
+    Args:
+        words: what follows the sign ``@``.
+        name: the whole name, for messages.
+
+    Raises:
+        MeasurementError: there is no number, or it is below one.
+    """
+    match = re.fullmatch(r"tp(-?\d{1,9})", words, re.ASCII)
+    if match is None:
+        remedy = "Write @tpN for N tensor-parallel ranks"
+        if words.lower().startswith(("ep", "dp")):
+            remedy += "; for expert- and data-parallel ones give the model's config.json, with --ep and --dp"
+        raise MeasurementError(f"@{words[:40]} is not a number of ranks", remedy, name)
+    _check_ranks(int(match[1]), name)
+    return int(match[1])
+
+
+def _check_ranks(tp: int, name: str) -> None:
+    if tp < 1:
+        raise MeasurementError(f"{tp} ranks are not possible", "Give 1 or more", name)
 
 
 def make_problem(scheme_name: str, shape_name: str, tp: int = 1) -> Problem:
@@ -139,11 +165,15 @@ def make_problem(scheme_name: str, shape_name: str, tp: int = 1) -> Problem:
     if shape is None:
         remedy = f"{did_you_mean(shape_name, names())}Valid are {', '.join(names())}, or a model"
         raise MeasurementError(f"unknown shape {shape_name!r}", remedy)
-    layer = f"{scheme_name}:{shape_name}" + (f"@tp{tp}" if tp > 1 else "")
-    if tp < 1 or shape.intermediate_size % tp:
-        raise MeasurementError(f"{shape.intermediate_size} features cannot be split over {tp} ranks", where=layer)
+    layer = f"{scheme_name}:{shape_name}" + (f"@tp{tp}" if tp != 1 else "")
+    _check_ranks(tp, layer)
     activation = ACTIVATIONS[shape.activation]
     scheme = parse_scheme(scheme_name, activation)
+    if left := shape.intermediate_size % tp:
+        size = shape.intermediate_size
+        rule = f"{size} features cannot be split over {tp} ranks ({size} mod {tp} = {left})"
+        near = " or ".join(map(str, _nearest_ranks(scheme_name, shape, tp)))
+        raise MeasurementError(rule, f"Give {near} ranks" if near else "", layer)
     if scheme.name != "mxfp4" and activation.interleaved:  # only gpt-oss's own format interleaves gate and up
         activation = ACTIVATIONS["swigluoai-halves"]
     problem = Problem(
@@ -164,6 +194,20 @@ def make_problem(scheme_name: str, shape_name: str, tp: int = 1) -> Problem:
     if reasons := scale_group_reasons(problem) + packing_reasons(problem):
         raise MeasurementError("; ".join(map(str, reasons)), where=layer)
     return problem
+
+
+def _nearest_ranks(scheme_name: str, shape: ModelShape, tp: int) -> Iterator[int]:
+    """The next smaller and the next larger number of ranks that can share a layer, as far as there are any."""
+    size = shape.intermediate_size
+    for counts in (range(min(tp - 1, size), 0, -1), range(tp + 1, size + 1)):
+        for count in counts:
+            if size % count == 0:
+                try:
+                    make_problem(scheme_name, shape.name, count)
+                except MeasurementError:
+                    continue
+                yield count
+                break
 
 
 def parse_scheme(name: str, activation: Activation) -> Scheme:
