@@ -40,6 +40,21 @@ def test_defaults_fill_only_what_the_formula_has_built_in(stated: Activation, co
     assert activations.with_defaults(stated) == complete
 
 
+@pytest.mark.parametrize(
+    ("alpha", "beta", "kept"),
+    [(4.0, 25.0, (4.0, 25.0)), (4.0, 0.0, (4.0, None)), (4.0, -1.0, (4.0, None)), (0.0, 25.0, (0.0, 25.0)),
+     (-1.0, None, (-1.0, None)), (None, -1.0, (None, None)), (4.0, float("nan"), (4.0, None))],
+)  # fmt: skip
+def test_a_bound_of_zero_or_less_is_none_where_none_is_possible(
+    alpha: float | None, beta: float | None, kept: tuple[float | None, float | None]
+) -> None:
+    found = activations.from_vllm("situ", alpha=alpha, beta=beta)
+    assert (found.alpha, found.beta) == kept
+    assert activations.without_empty_bounds(Activation("situ", alpha=alpha, beta=beta)) == found
+    others = Activation("swigluoai", alpha=0.0, beta=-1.0, limit=0.0)
+    assert activations.without_empty_bounds(others) == others
+
+
 def test_alpha_and_beta_of_the_formula() -> None:
     assert activations.alpha_beta(Activation("silu")) == (1.0, 0.0)
     assert activations.alpha_beta(Activation("swigluoai")) == (1.702, 1.0)

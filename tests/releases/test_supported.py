@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 import re
@@ -17,7 +18,8 @@ from packaging.version import Version
 
 from tests.lib.releases import ReleaseUnavailable, every_release, sources
 from vllm_moe_oracle import compat
-from vllm_moe_oracle.core.problem import Device
+from vllm_moe_oracle.core import activations
+from vllm_moe_oracle.core.problem import Activation, Device
 from vllm_moe_oracle.errors import StandDown
 from vllm_moe_oracle.releases import min_versions
 from vllm_moe_oracle.releases.supported import MOE_BACKENDS, NEWEST, TESTED_RELEASES, packages_of
@@ -176,10 +178,24 @@ def test_every_group_has_its_adapter() -> None:
 
 
 def test_before_0_24_only_the_limit_is_set() -> None:
-    moe = SimpleNamespace(swiglu_limit=7.0)
-    assert legacy("Vllm022Adapter").activation_parameters(moe) == (None, None, 7.0)
-    with pytest.raises(AttributeError):
-        newest().activation_parameters(moe)
+    moe = SimpleNamespace(activation=SimpleNamespace(value="silu"), is_act_and_mul=True, swiglu_limit=7.0)
+    assert legacy("Vllm022Adapter").activation(moe) == Activation("silu", limit=7.0)
+    with pytest.raises(AttributeError, match="swiglu_alpha"):
+        newest().activation(moe)
+
+
+@pytest.mark.parametrize("spec", activations.ACTIVATIONS.values(), ids=lambda spec: spec.name)
+def test_each_activation_is_read_from_the_fields_of_its_entry(spec: activations.ActivationSpec) -> None:
+    """A limit, too, for which an entry may have no field: it is not overlooked, though no kernel may take it."""
+    config = pytest.importorskip("vllm.model_executor.layers.fused_moe.config").FusedMoEConfig
+    fields = activations.layer_fields(spec.name)
+    assert [*fields] == ["alpha", "beta", "limit"]
+    assert set(fields.values()) <= {each.name for each in dataclasses.fields(config)}
+    others = {field: 9.0 for each in activations.ACTIVATIONS for field in activations.layer_fields(each).values()}
+    moe = SimpleNamespace(activation=SimpleNamespace(value=spec.name), is_act_and_mul=spec.gated)
+    vars(moe).update(others | dict(zip(fields.values(), (0.5, 1.5, 2.5), strict=True)))
+    found = newest().activation(moe)
+    assert (found.name, found.alpha, found.beta, found.limit) == (spec.name, 0.5, 1.5, 2.5)
 
 
 def test_before_0_31_hash_routing_is_inferred() -> None:

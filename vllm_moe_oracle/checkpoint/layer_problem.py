@@ -275,7 +275,7 @@ def _activation(config: CheckpointFiles, index: int) -> Activation:
         from_code, name = "", activations.canonical_name(word)
     known = activations.ACTIVATIONS.get(name)
     if known is not None and known.bounds_outputs:
-        return Activation(name, alpha=alpha, beta=beta if beta and beta > 0 else None)
+        return activations.without_empty_bounds(Activation(name, alpha=alpha, beta=beta))
     # A limit of zero switches the clamp of a layer off (Step-3.5), but for a formula that has a limit built in.
     limit = limit if name == "swigluoai" else limit or None
     stated = Activation(name, alpha=alpha, beta=beta, limit=limit, interleaved=kind == "gpt_oss")

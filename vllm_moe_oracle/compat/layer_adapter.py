@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..core import activations
@@ -111,10 +112,9 @@ class LayerAdapter(EngineAdapter):
     def activation(self, moe: Any) -> Activation:
         """The layer's activation with its parameters."""
         name = str(moe.activation.value)
-        alpha, beta, limit = self.activation_parameters(moe)
-        if name == "situ":
-            alpha, beta = self.situ_parameters(moe)
-        return activations.from_vllm(name, bool(moe.is_act_and_mul), alpha, beta, limit)
+        fields = self.activation_fields(activations.canonical_name(name))
+        stated = {parameter: getattr(moe, field) for parameter, field in fields.items()}
+        return activations.from_vllm(name, bool(moe.is_act_and_mul), **stated)
 
     def uninterleaved_activation(self, moe: Any) -> Any:
         """vLLM's ``MoEActivation`` for gate rows, then up rows. Its plain ``swigluoai`` expects rows that alternate.
@@ -130,13 +130,13 @@ class LayerAdapter(EngineAdapter):
         name = f"{moe.activation.value}_uninterleave"
         return next((each for each in type(moe.activation) if str(each.value) == name), moe.activation)
 
-    def activation_parameters(self, moe: Any) -> tuple[float | None, float | None, float | None]:
-        """Alpha, beta and limit as the model sets them."""
-        return moe.swiglu_alpha, moe.swiglu_beta, moe.swiglu_limit
+    def activation_fields(self, name: str) -> Mapping[str, str]:
+        """The fields of `FusedMoEConfig` in which a model sets alpha, beta and limit; those that the release has.
 
-    def situ_parameters(self, moe: Any) -> tuple[float | None, float | None]:
-        """Alpha and beta of ``situ`` as the model sets them. A beta of zero or less means none: up enters unchanged."""
-        return moe.activation_situ_beta, _positive(moe.activation_situ_linear_beta)
+        Args:
+            name: the activation's in `core.activations.ACTIVATIONS`.
+        """
+        return activations.layer_fields(name)
 
     def routing(self, moe: Any, layer: Any) -> Routing:
         """How the layer routes tokens to experts."""
@@ -157,7 +157,3 @@ class LayerAdapter(EngineAdapter):
     def hash_routing(self, moe: Any, layer: Any) -> bool:
         """Whether the layer looks experts up in a table by token id. A monolithic kernel needs that table."""
         return bool(moe.has_hash_routing)
-
-
-def _positive(value: float | None) -> float | None:
-    return value if value is not None and value > 0 else None

@@ -124,10 +124,6 @@ class Vllm027Adapter(Vllm028Adapter):
 class Vllm024Adapter(Vllm027Adapter):
     """vLLM 0.24 to 0.26: the layer's loader silently drops biases of single experts."""
 
-    def situ_parameters(self, moe: Any) -> tuple[float | None, float | None]:
-        """None: these releases do not have ``situ``."""
-        return None, None
-
     def humming_intermediate_size(self, problem: Problem) -> int:
         """Half the rows of w13: the classes expect two rows per unit, gated or not."""
         return problem.w13_rows // 2
@@ -163,9 +159,9 @@ class Vllm024Adapter(Vllm027Adapter):
 class Vllm022Adapter(Vllm024Adapter):
     """vLLM 0.22 and 0.23: one class, `FusedMoE`, is layer, router and runner."""
 
-    def activation_parameters(self, moe: Any) -> tuple[float | None, float | None, float | None]:
+    def activation_fields(self, name: str) -> Mapping[str, str]:
         """A model sets only the limit."""
-        return None, None, moe.swiglu_limit
+        return {"limit": super().activation_fields(name)["limit"]}
 
     def hash_routing(self, moe: Any, layer: Any) -> bool:
         """Whether the layer holds the table."""

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from .problem import Activation
 
@@ -148,6 +149,17 @@ def with_defaults(activation: Activation) -> Activation:
     )
 
 
+def without_empty_bounds(activation: Activation) -> Activation:
+    """The activation without bounds of zero or less, which models write for none.
+
+    A bound that the formula cannot do without stays as it is: it makes the activation one that no backend takes.
+    """
+    spec = spec_of(activation)
+    optional = [name for name in spec.parameters if spec.bounds_outputs and name not in spec.required]
+    without: dict[str, Any] = {name: None for name in optional if not (getattr(activation, name) or 0.0) > 0}
+    return dataclasses.replace(activation, **without)
+
+
 def alpha_beta(activation: Activation) -> tuple[float, float]:
     """Alpha and beta that the formula uses: the layer's, else those of the table."""
     spec = spec_of(activation)
@@ -204,6 +216,17 @@ def config_fields(name: str, parameter: str) -> tuple[str, ...]:
     return (field, f"{field}s", f"expert_{field}_list") if field else ()
 
 
+def layer_fields(name: str) -> Mapping[str, str]:
+    """The field of vLLM's layer config that sets each of alpha, beta and limit of an activation.
+
+    Where its entry names no field, the one of SwiGLU does, so that a limit which a model sets is not overlooked.
+
+    Args:
+        name: the table's.
+    """
+    return {**_SWIGLU_FIELDS, **(ACTIVATIONS.get(name) or ActivationSpec(name, "unknown")).config_fields}
+
+
 def vllm_name(activation: Activation) -> str:
     """vLLM's name of a layer's activation: the value of its ``MoEActivation`` member."""
     if not activation.gated:
@@ -215,7 +238,7 @@ def vllm_name(activation: Activation) -> str:
 def from_vllm(
     name: str, gated: bool = True, alpha: float | None = None, beta: float | None = None, limit: float | None = None
 ) -> Activation:
-    """The activation of one of vLLM's layers, with `with_defaults` applied.
+    """The activation of one of vLLM's layers, with `without_empty_bounds` and `with_defaults` applied.
 
     Args:
         name: the value of its ``MoEActivation`` member.
@@ -227,4 +250,4 @@ def from_vllm(
     canonical = canonical_name(name)
     known = ACTIVATIONS.get(canonical)
     interleaved = known is not None and bool(known.halves_name) and name != known.halves_name
-    return with_defaults(Activation(canonical, gated, alpha, beta, limit, interleaved))
+    return with_defaults(without_empty_bounds(Activation(canonical, gated, alpha, beta, limit, interleaved)))

@@ -19,7 +19,7 @@ SHIMS = {
     "bias_loader": "layer_runs",
     "modular_kernel": "layer_runs",
     "is_monolithic": "layer_routes",
-    "activation_parameters": "activation_parameters",
+    "activation_fields": "activation_parameters",
     "hash_routing": "hash_routing",
 }
 """Methods of the adapters that are different in older releases, and the check that needs each."""
