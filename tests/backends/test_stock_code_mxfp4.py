@@ -26,19 +26,21 @@ from tests.lib.stock_rules import (
     backend,
     codes_of,
     converted,
+    departs,
     every_release,
     experts,
     gpt_oss_layer,
     gpu,
     home,
     machine,
-    members_of,
     number,
     refused,
     shuffled_rows,
     source_of,
+    stock_kernels,
     tiled_scales,
     usual,
+    wrappers,
 )
 from vllm_moe_oracle.core.problem import Problem, Scheme
 from vllm_moe_oracle.layouts import cutlass_mixed
@@ -115,6 +117,8 @@ def test_cutlass_has_gpt_oss_s_constants_built_in_until_0_28(release: str) -> No
     made = source_of(release, f"{FUSED_MOE}/experts/flashinfer_cutlass_moe.py", "FlashInferExperts", "__init__")
     constants = "[1.702] * self.num_experts" in made and "[7.0] * self.num_experts" in made
     assert constants == (number(release) < (0, 28))
+    for name in ("cutlass_mxfp4", "cutlass_mxfp4_a8"):
+        assert constants == departs(name, "silu", release)
     apply = source_of(release, f"{FUSED_MOE}/experts/flashinfer_cutlass_moe.py", "FlashInferExperts", "apply")
     for given in ("fc1_expert_biases = self.w1_bias", "swiglu_alpha = self.gemm1_alpha", "ep_rank=self.ep_rank"):
         assert given in apply
@@ -132,7 +136,7 @@ def test_the_cpu_class_asks_for_amx_since_0_28(release: str) -> None:
     """That the operator does not need it is in the tests of the backend."""
     text = source_of(release, f"{FUSED_MOE}/experts/cpu_moe.py", "CPUExpertsMxfp4", "_supports_current_device")
     assert ("_is_amx_tile_supported" in text) == (number(release) >= (0, 28))
-    assert "CPU" in members_of(release, f"{FUSED_MOE}/oracle/mxfp4.py", "Mxfp4MoeBackend")
+    assert "CPU" in stock_kernels(release, "mxfp4")
     assert codes_of("cpu_mxfp4", gpt_oss_layer(activation=HALVES), machine(CPU_RELEASES[-1], 0)) == set()
 
 
@@ -224,7 +228,7 @@ def stock_conversions(release: str, generation: str) -> dict[str, Any]:
 
 
 SIZES = ((256, 128), (384, 160), (128, 96))
-WITH_FLASHINFER = [name for name in CLASSES if "_mxfp4" in name and name.startswith(("trtllm", "cutlass"))]
+WITH_FLASHINFER = [name for name in wrappers("mxfp4") if "flashinfer" in backend(name).vllm_names[0]]
 
 
 @every_release
@@ -264,7 +268,11 @@ def test_conversion_of_other_models_is_stocks(release: str, name: str) -> None:
 
 def weights_for_stock(names: Mapping[str, Any], name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Arguments of stock's conversions for the kernel behind a backend."""
-    given = {"mxfp4_backend": names["Mxfp4MoeBackend"][CLASSES[name][2]], "layer": None, "_cache_permute_indices": {}}
+    given = {
+        "mxfp4_backend": names["Mxfp4MoeBackend"][CLASSES[name].kernel],
+        "layer": None,
+        "_cache_permute_indices": {},
+    }
     for matrix in ("w13", "w2"):
         given |= {f"{matrix}_weight": tensors[matrix], f"{matrix}_weight_scale": tensors[f"{matrix}_scale"]}
         given[f"{matrix}_bias"] = tensors.get(f"{matrix}_bias")
@@ -292,10 +300,9 @@ def test_conversion_for_deep_gemm_is_stocks(release: str) -> None:
     w13, w2, *theirs = convert(**weights_for_stock(names, name, canonical))[:4]
     ours = converted(name, canonical, each, gpu(100, vllm=release))
     assert_same_bits(ours, (w13, w2))
-    if number(release) < (0, 24):
-        # Float32 scales, which DeepGEMM packs at every call; the release is refused.
-        assert not transform.asked and "package" in refused(name, release)
-        return
+    assert ("package" in refused(name, release)) == (not transform.asked)
+    if not transform.asked:
+        return  # float32 scales, which DeepGEMM packs at every call
     assert [(call["mn"], call["k"], call["num_groups"]) for call in transform.asked] == [(256, 256, 3), (256, 128, 3)]
     for key, floats in zip(("w13_scale", "w2_scale"), theirs, strict=True):
         transform.assert_packed(ours[key], floats)

@@ -15,6 +15,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from packaging.version import Version
 
 import vllm_moe_oracle
 from tests.lib.cases import RELU2, SILU
@@ -27,11 +28,12 @@ from tests.lib.stock_rules import (
     alternating_rows,
     assert_same_bits,
     backend,
+    bases_of,
     converted,
+    departs,
     every_release,
     experts,
     gpu,
-    home,
     humming_conversion,
     node_of,
     number,
@@ -39,7 +41,6 @@ from tests.lib.stock_rules import (
     shuffled_rows,
     skip_unless_taken,
     source_of,
-    stock_of,
     usual,
 )
 from vllm_moe_oracle.backends._humming import COLUMN_MULTIPLE, ROW_MULTIPLE
@@ -47,6 +48,7 @@ from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.core.problem import Routing
 from vllm_moe_oracle.oracle.checked_backend import unchecked
 from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.releases.supported import packages_of
 
 
 @every_release
@@ -65,61 +67,28 @@ def test_humming_pads_as_stock_pads_for_it(release: str) -> None:
 
 
 @every_release
-@pytest.mark.parametrize("name", [name for name in CLASSES if "mxfp8" in name])
-def test_formats_lora_and_batch_invariance(name: str, release: str) -> None:
-    skip_unless_taken(release, name)
-    found, names = stock_of(release, name, home(name))
-    limits = backend(name).capabilities
-    formats = names["mk"].FusedMoEActivationFormat
-    assert found.activation_format() is formats.Standard
-    assert found.activation_format() is not formats.BatchedExperts and limits.formats == ("standard",)
-    assert limits.lora == ("LoRAExpertsMixin" in bases(release, name))
-    # What vLLM claims is believed where this project has proven it, too.
-    claimed = getattr(found, "_supports_batch_invariance", bool)()
-    assert claimed or not limits.batch_invariant
+def test_hummings_conversion_knows_ungated_experts_where_they_are_taken(release: str) -> None:
+    """At first it asked for twice their rows."""
+    skip_unless_taken(release, "humming_mxfp8")
+    text = humming_conversion(release)
+    twice = "'shape_n': layer.moe_config.intermediate_size_per_partition * 2" in text
+    assert twice != ("(2 if is_gated else 1)" in text)
+    assert twice == departs("humming_mxfp8", "silu_no_mul", release)
 
 
 @every_release
-@pytest.mark.parametrize("name", [name for name in CLASSES if "mxfp8" in name])
-def test_moving_experts(name: str, release: str) -> None:
-    """EPLB, and what else vLLM asks the classes about parallelism; all-to-alls of their own are asked at run time."""
-    skip_unless_taken(release, name)
-    found, _ = stock_of(release, name, home(name))
-    plain = Parallel()
-    claimed = {moves: bool(found._supports_parallel_config(plain.having(enable_eplb=moves))) for moves in (False, True)}
-    assert claimed[False]
-    # The grouped kernels' home is expert parallelism, which is none of the questions here.
-    for moves in (False, True):
-        assert ("eplb" not in refused(name, release, eplb=moves)) == claimed[moves]
+@pytest.mark.parametrize("name", [name for name, each in CLASSES.items() if "HummingGrouped" in each.class_name])
+def test_hummings_grouped_kernels_run_where_they_are_taken(name: str, release: str) -> None:
+    text = source_of(release, CLASSES[name].path, "get_humming_moe_gemm_type")
+    assert ("moe_parallel_config.use_ep" in text) == ("humming.kernel_kind" not in refused(name, release))
 
 
-class Parallel:
-    """vLLM's `FusedMoEParallelConfig` of tensor parallelism alone: every question is answered with no."""
-
-    def __getattr__(self, name: str) -> bool:
-        return False
-
-    def having(self, **answers: bool) -> Parallel:
-        """The same with other answers."""
-        changed = Parallel()
-        vars(changed).update(answers)
-        return changed
-
-
-def bases(release: str, name: str) -> list[str]:
-    """Names of the classes that a stock class is made of, in its file."""
-    file, class_name, _ = CLASSES[name]
-    nodes = {
-        node.name: node
-        for node in tree(release, f"{FUSED_MOE}/experts/{file}.py").body
-        if isinstance(node, ast.ClassDef)
-    }
-    found, waiting = [], [class_name]
-    while waiting:
-        for base in nodes[waiting.pop()].bases:
-            found.append(base.id if isinstance(base, ast.Name) else ast.unparse(base))
-            waiting += [found[-1]] * (found[-1] in nodes)
-    return found
+@every_release
+@pytest.mark.parametrize("name", [name for name, each in CLASSES.items() if each.kernel == "HUMMING"])
+def test_releases_with_an_old_humming_are_refused(name: str, release: str) -> None:
+    brought = packages_of("cuda", release)["humming-kernels"]
+    old = Version(brought) < Version(backend(name).capabilities.packages["humming-kernels"])
+    assert old == ("package" in refused(name, release))
 
 
 ON_INPUT = [name for name in CLASSES if default_registry()[name].capabilities.apply_router_weight_on_input]
@@ -131,8 +100,8 @@ def test_router_weights_of_one_leave_them_to_the_prepare_step(name: str, release
     """vLLM's prepare step multiplies the input, so a class gets weights of one: it must take the weights as an argument
     by name, as vLLM's kernel gives them, and multiply by these only."""
     skip_unless_taken(release, name)
-    file, class_name, _ = CLASSES[name]
-    path, owners = f"{FUSED_MOE}/experts/{file}.py", [class_name, *bases(release, name)]
+    path, class_name, *_ = CLASSES[name]
+    owners = [class_name, *bases_of(release, name)]
     defined = {each.name: each for each in tree(release, path).body if isinstance(each, ast.ClassDef)}
     applies = [
         member
@@ -177,8 +146,11 @@ def test_what_the_trtllm_classes_pass(release: str) -> None:
     assert "bias" not in modular.replace("routing_bias", "")
     assert "gemm1_bias" not in monolithic and "w1_bias" not in monolithic
     assert "global_num_experts % 4 == 0" in monolithic and "global_num_experts <= 512" in monolithic
-    if release == "0.22.1":
-        assert "self.topk <= 10" in monolithic and "n_group=num_expert_group or 0" in monolithic
+    old = "n_group=num_expert_group or 0" in monolithic
+    for name in ("trtllm_mxfp8", "trtllm_mxfp8_monolithic"):
+        assert old == ("package" in refused(name, release))
+    if old:
+        assert "self.topk <= 10" in monolithic
         return
     assert "kwargs['activation_type'] = activation_type" in monolithic
     assert "n_group = num_expert_group or None" in monolithic

@@ -1,116 +1,86 @@
 """What backends take, against the vLLM classes that they wrap, in every supported release.
 
 Pieces of each release run from its sources; see `tests.lib.stock_code`. Where a backend refuses what its class claims,
-the reason stands in `STRICTER` or `UNTRIED`; where it takes what the release does not offer, in `LIFTED`.
+the backend names the reason in its `departures`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
 
-from tests.lib.releases import some_releases
+from tests.lib.releases import DEFAULT_RELEASE, some_releases
 from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, load
 from tests.lib.stock_rules import (
     ACTIVATIONS,
     CAPABILITIES,
     CLASSES,
     IN_HALVES,
-    UNTRIED,
     backend,
+    bases_of,
     claims_activation,
+    departs,
     every_release,
+    has_class,
     home,
-    humming_conversion,
     machine,
     number,
-    offered,
+    oracle_of,
     quant_keys,
     refused,
     skip_unless_taken,
-    source_of,
+    stock_kernels,
     stock_of,
     usual,
+    wrappers,
 )
 from vllm_moe_oracle.core.decision import ShardPlan
-from vllm_moe_oracle.core.problem import Routing
+from vllm_moe_oracle.core.problem import Activation, Routing
 from vllm_moe_oracle.oracle.registry import default_registry
-from vllm_moe_oracle.releases.supported import NEWEST
-
-_SM75 = "bfloat16 needs sm_80, and the kernels have no float16 with e8m0 scales"
-_CODE_ORDER = "the order of the codes depends on the CUDA compiler that the library finds"
-_UNSEEN = "no checkpoint in MXFP4 has it, and the class was never run with it"
-_TRITON_KERNELS = ("triton_mxfp4", "triton_mxfp4_monolithic", "triton_mxfp4_unfused")
-_OF_MX = [name for name in CLASSES if name.startswith(("marlin_mx", "humming_mx"))]
-STRICTER: dict[tuple[str, str | int], str] = {
-    **{(name, 75): _SM75 for name in _OF_MX},
-    **{(name, capability): _CODE_ORDER for name in _OF_MX for capability in (100, 103, 110, 120, 121)
-       if name.startswith("humming")},
-    **{(name, 110): "nobody ran the package on it" for name in _TRITON_KERNELS},
-    ("triton_wna16", 70): "vLLM has no kernels of its own for sm_70 any more",
-    ("trtllm_mxfp8", "relu2_no_mul"): "the class claims it and never passes the activation to the kernel",
-    **{(name, "gelu_tanh"): _UNSEEN for name in ("cutlass_mxfp4", "cutlass_mxfp4_a8")},
-    **{(name, "relu2_no_mul"): "stock's conversion takes the rows for two halves"
-       for name in ("cutlass_mxfp4", "cutlass_mxfp4_a8")},
-    ("cpu_int4", "gelu_tanh"): "nobody measured it, and the operator is not told",
-    ("trtllm_mxint4", "llama4"): "its routing multiplies the input, which the class passes nobody",
-}  # fmt: skip
-"""What is refused although stock's class claims it (a compute capability, an activation, a routing method), and why."""
-
-_GROUPED = "before, vLLM's grouped kernels ran only where an environment variable asked for them"
-REFUSED_BEFORE = {
-    "humming_mxfp8_grouped": [("0.30", "humming.kernel_kind", _GROUPED)],
-    "humming_mxfp4": [("0.25.1", "package", "offered before, by a humming-kernels that nobody here looked at")],
-    "humming_mxfp4_grouped": [("0.25.1", "package", "the same"), ("0.30", "humming.kernel_kind", _GROUPED)],
-    "humming_wna16_grouped": [("0.30", "humming.kernel_kind", _GROUPED)],
-    "trtllm_mxfp8": [("0.23", "package", "the class takes SiLU alone")],
-    "trtllm_mxfp8_monolithic": [("0.23", "package", "the class passes groups of 0 to a kernel that wants none")],
-    "deep_gemm_mxfp4": [("0.24", "package", "stock's scales are float32, which DeepGEMM packs at every call")],
-    "trtllm_mxint4": [("0.25.1", "package", "the class claims no activation")],
-    "cpu_int4": [("0.30", "package", "the class routes tokens itself")],
-}
-"""Backends that refuse releases which offer the kernel: the first release that they take, the code, and why."""
-
-LIFTED = {
-    "triton_wna16": "a class since 0.22.1 and offered since 0.27; before, vLLM runs the same kernel by a function",
-}
-"""Backends that are taken in releases whose oracle does not know the kernel, and why."""
+from vllm_moe_oracle.releases.supported import NEWEST, RELEASES
 
 every_backend = pytest.mark.parametrize("name", CLASSES)
 on_gpus = pytest.mark.parametrize("name", [name for name in CLASSES if home(name)])
 
 
-def converts_ungated_experts(release: str, name: str) -> bool:
-    """Whether stock's conversion knows experts without a gate; that for Humming asked for twice their rows at first."""
-    if not name.startswith("humming_mxfp8"):
-        return True
-    twice = "'shape_n': layer.moe_config.intermediate_size_per_partition * 2" in humming_conversion(release)
-    assert twice != ("(2 if is_gated else 1)" in humming_conversion(release))
-    return not twice
-
-
 def test_every_wrapped_class_of_vllm_is_compared() -> None:
-    """A backend that is not in `CLASSES` would be tested against nothing."""
-    wrapped = {each.name: each.stock_class.split(".")[-1].split(":") for each in default_registry() if each.stock_class}
-    assert wrapped == {name: [file, class_name] for name, (file, class_name, _) in CLASSES.items()}
+    """A backend over a class that is no `StockBackend` would be tested against nothing."""
+    assert {each.name: each.stock_class for each in default_registry() if each.stock_class} == {
+        name: each.stock_class for name, each in CLASSES.items()
+    }
 
 
 @every_release
 @every_backend
 def test_a_release_without_the_kernel_is_refused(name: str, release: str) -> None:
-    codes = refused(name, release)
-    if not offered(release, name):
-        file, class_name, _ = CLASSES[name]
-        if name in LIFTED:
-            assert codes == set() and class_name in source_of(release, f"{FUSED_MOE}/experts/{file}.py")
-        else:
-            assert "package" in codes
-        return
-    refusals = [code for before, code, _ in REFUSED_BEFORE.get(name, []) if number(release) < number(before)]
-    assert refusals[0] in codes if refusals else codes == set()
+    """vLLM's oracle for the scheme knows the kernel, and finds the class for it, in the releases that are taken."""
+    codes, own = refused(name, release), CLASSES[name]
+    kernels = stock_kernels(release, backend(name).schemes[0])
+    found = f"of {own.kernel} among {kernels}, the backend's is {own.stock_class}; refused by {codes}"
+    if own.stock_class in kernels.get(own.kernel, ()):
+        assert bool(codes) == departs(name, "", release), found
+    elif departs(name, "unlisted", release):
+        assert codes == set() and has_class(release, own.path, own.class_name), found
+    else:
+        assert "package" in codes, found
+
+
+@every_release
+@every_backend
+def test_the_class_takes_weights_and_activations(name: str, release: str) -> None:
+    """And the oracle chooses the kernel for activations of this precision."""
+    skip_unless_taken(release, name)
+    found, names = stock_of(release, name, home(name))
+    weights, inputs = quant_keys(name, names)
+    assert found._supports_quant_scheme(weights, inputs)
+    if backend(name).schemes[0] == "mxfp4":
+        oracle = oracle_of(release, "mxfp4", **{key: each for key, each in names.items() if key[0] == "k"})
+        kernel = oracle["Mxfp4MoeBackend"][CLASSES[name].kernel]
+        assert oracle["_backend_activation_key"](kernel) is inputs
 
 
 @every_release
@@ -120,14 +90,8 @@ def test_compute_capabilities(name: str, release: str) -> None:
     for capability in CAPABILITIES:
         found, names = stock_of(release, name, capability)
         claimed = bool(found._supports_current_device() and found._supports_quant_scheme(*quant_keys(name, names)))
-        if name == "trtllm_mxint4":
-            # Its class asks a function that also reads an environment variable.
-            path = f"{QUANTIZATION}/utils/flashinfer_mxint4_moe.py"
-            asked = source_of(release, path, "is_flashinfer_mxint4_moe_available")
-            assert "VLLM_USE_FLASHINFER_MOE_INT4" in asked and "is_device_capability_family(100)" in asked
-            claimed = Platform(capability).is_device_capability_family(100)
         ours = not {"capability", "capability.vllm_version"} & refused(name, release, capability)
-        expected = claimed and (name, capability) not in STRICTER
+        expected = claimed and not departs(name, f"sm_{capability}", release)
         assert ours == expected, f"sm_{capability}: taken {ours}, claimed by the class {claimed}"
 
 
@@ -136,43 +100,109 @@ def test_compute_capabilities(name: str, release: str) -> None:
 def test_activations(name: str, release: str) -> None:
     skip_unless_taken(release, name)
     found, names = stock_of(release, name, home(name))
-    for stock_name, activation in (ACTIVATIONS if "mxfp4" in name else IN_HALVES).items():
+    for stock_name, activation in activations_of(name).items():
         claimed = claims_activation(found, names, stock_name, activation)
         codes = {code for code in refused(name, release, activation=activation) if code.startswith("activation")}
-        expected = claimed and not {(name, stock_name)} & {*STRICTER, *UNTRIED}
-        if not activation.gated and not converts_ungated_experts(release, name):
-            expected = False
-        if name.startswith("cutlass") and stock_name == "silu" and number(release) < (0, 28):
-            # Claimed, and computed with gpt-oss's constants.
-            assert claimed and "activation.parameters.vllm_version" in codes
-            expected = False
+        expected = claimed and not departs(name, stock_name, release)
         assert (not codes) == expected, f"{stock_name}: refused by {codes}, claimed by the class {claimed}"
 
 
+def activations_of(name: str) -> dict[str, Activation]:
+    """Activations of the layers that reach a backend, by vLLM's names."""
+    return ACTIVATIONS if "mxfp4" in backend(name).schemes else IN_HALVES
+
+
 @every_release
-@pytest.mark.parametrize("name", [name for name in CLASSES if name.endswith("_monolithic")] + ["trtllm_mxint4"])
+@pytest.mark.parametrize("name", [name for name in CLASSES if backend(name).monolithic])
 def test_routing_inside_the_kernel(release: str, name: str) -> None:
     skip_unless_taken(release, name)
     found, names = stock_of(release, name, home(name))
-    names["RoutingMethodType"] = methods = load(release, f"{FUSED_MOE}/config.py")["RoutingMethodType"]
+    names["RoutingMethodType"] = methods = routing_methods(release)
     for method in methods:
         own = method.name.lower()
         if own == "simulated":  # vLLM's own load test
             continue
         claimed = bool(found._supports_routing_method(method, *quant_keys(name, names)))
         codes = refused(name, release, routing=Routing(own, num_groups=8, top_k_groups=4))
-        expected = claimed and (name, own) not in STRICTER
+        expected = claimed and not departs(name, own, release)
         assert (not {"routing", "routing.vllm_version"} & codes) == expected, f"{own}: claimed by the class {claimed}"
 
 
+def routing_methods(release: str) -> Any:
+    """vLLM's enumeration of them."""
+    return load(release, f"{FUSED_MOE}/config.py")["RoutingMethodType"]
+
+
+@every_release
+@every_backend
+def test_formats_lora_and_batch_invariance(name: str, release: str) -> None:
+    skip_unless_taken(release, name)
+    found, names = stock_of(release, name, home(name))
+    limits = backend(name).capabilities
+    formats = names["mk"].FusedMoEActivationFormat
+    assert formats.Standard is not formats.BatchedExperts
+    (form,) = limits.formats
+    assert found.activation_format() is (formats.BatchedExperts if form == "batched" else formats.Standard)
+    mixed_in, departed = "LoRAExpertsMixin" in bases_of(release, name), departs(name, "lora", release)
+    assert limits.lora == (mixed_in and not departed) and mixed_in >= departed
+    # What vLLM claims is believed where this project has proven it, too.
+    claimed = getattr(found, "_supports_batch_invariance", bool)()
+    assert claimed or not limits.batch_invariant
+
+
+@every_release
+@every_backend
+def test_moving_experts(name: str, release: str) -> None:
+    """EPLB, and what else vLLM asks the classes about parallelism; all-to-alls of their own are asked at run time."""
+    skip_unless_taken(release, name)
+    found, _ = stock_of(release, name, home(name))
+    plain = Parallel()
+    claimed = {moves: bool(found._supports_parallel_config(plain.having(enable_eplb=moves))) for moves in (False, True)}
+    assert claimed[False]
+    # The grouped kernels' home is expert parallelism, which is none of the questions here.
+    departed = departs(name, "eplb", release)
+    assert "eplb" not in refused(name, release, eplb=False)
+    assert ("eplb" not in refused(name, release, eplb=True)) == (claimed[True] and not departed)
+    assert claimed[True] >= departed
+
+
+class Parallel:
+    """vLLM's `FusedMoEParallelConfig` of tensor parallelism alone: every question is answered with no."""
+
+    def __getattr__(self, name: str) -> bool:
+        return False
+
+    def having(self, **answers: bool) -> Parallel:
+        """The same with other answers."""
+        changed = Parallel()
+        vars(changed).update(answers)
+        return changed
+
+
+@some_releases(DEFAULT_RELEASE)
+@every_backend
+def test_departures_have_reasons_and_are_of_something_that_is_compared(release: str, name: str) -> None:
+    routing = [each.name.lower() for each in routing_methods(release)]
+    known = {*ACTIVATIONS, *routing, *(f"sm_{each}" for each in CAPABILITIES), "lora", "eplb", "unlisted", "sizes"}
+    for each in CLASSES[name].departures:
+        assert each.why and (each.before or each.what) and {*each.what} <= known, each
+        assert each.before in ("", *RELEASES), each
+
+
 @some_releases(NEWEST)
-def test_what_stock_no_longer_claims_needs_no_reason(release: str) -> None:
-    for name, what in STRICTER:
-        found, names = stock_of(release, name, what if isinstance(what, int) else home(name))
-        if isinstance(what, int):
+@every_backend
+def test_what_vllm_no_longer_claims_is_no_departure(release: str, name: str) -> None:
+    """LoRA and EPLB are compared above."""
+    methods = {each.name.lower(): each for each in routing_methods(release)}
+    for what in [what for each in CLASSES[name].departures for what in each.what]:
+        found, names = stock_of(release, name, int(what[3:]) if what.startswith("sm_") else home(name))
+        if what.startswith("sm_"):
             assert found._supports_current_device(), (name, what)
         elif what in ACTIVATIONS:
             assert claims_activation(found, names, what, ACTIVATIONS[what]), (name, what)
+        elif what in methods:
+            names["RoutingMethodType"] = type(methods[what])
+            assert found._supports_routing_method(methods[what], *quant_keys(name, names)), (name, what)
 
 
 @every_backend
@@ -191,26 +221,24 @@ def test_every_attribute_reaches_the_builder(name: str, monkeypatch: pytest.Monk
 
 
 @every_release
-@pytest.mark.parametrize("name", [name for name in CLASSES if "_mxfp4" in name and not name.startswith("humming")])
+@pytest.mark.parametrize("name", [name for name in wrappers("mxfp4") if "humming" not in name])
 def test_sizes_are_rounded_as_stock_rounds_them(release: str, name: str) -> None:
+    """Humming's library pads by itself."""
+    skip_unless_taken(release, name)
     names = load(
         release, f"{FUSED_MOE}/oracle/mxfp4.py", current_platform=Platform(home(name)),
         round_up=lambda a, b: -(-a // b) * b, triton_kernels_version=None, get_triton_kernels_version=lambda: None,
     )  # fmt: skip
-    kind = names["Mxfp4MoeBackend"][CLASSES[name][2]]
+    kind, limits = names["Mxfp4MoeBackend"][CLASSES[name].kernel], backend(name).capabilities
     for hidden, inner in ((2880, 2880), (2880, 1440), (2880, 736), (2880, 384), (7168, 256), (2048, 768), (96, 32)):
         layer = usual(name, hidden_size=hidden, intermediate_size=inner)
         plan = backend(name).plan(layer, machine(release, home(name)))
         found = (plan.hidden_size, plan.intermediate_size)
         assert bool(plan.notes) == (found != (hidden, inner))
         expected = tuple(names["mxfp4_round_up_hidden_size_and_intermediate_size"](kind, hidden, inner))
-        if name.startswith("marlin"):
-            # Whole tiles are enough: never more than stock's, which are whole tiles too.
+        if departs(name, "sizes", release):
             assert all(ours <= theirs for ours, theirs in zip(found, expected, strict=True)), (hidden, inner)
-            assert found[0] % 128 == 0 and found[1] % 64 == 0
-        elif name.startswith("deep_gemm") and expected != found:
-            # Before stock rounded for DeepGEMM, it rounded to 64, which its packed scales do not take.
-            assert expected == (hidden, -(-inner // 64) * 64)
+            assert found[0] % limits.hidden_multiple == 0 and found[1] % limits.intermediate_multiple == 0
         else:
             assert found == expected, (hidden, inner)
 

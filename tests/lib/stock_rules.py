@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,10 +21,21 @@ from tests.lib.releases import every_release as every_release
 from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, UncachedFunctools, exists, load, tree
 from vllm_moe_oracle import schemes
 from vllm_moe_oracle.backends import Backend
-from vllm_moe_oracle.core.problem import Activation, ActOrder, Device, Problem, Routing, Scheme
+from vllm_moe_oracle.backends._stock import Departure, StockBackend
+from vllm_moe_oracle.core.problem import (
+    Activation,
+    ActivationPrecision,
+    ActOrder,
+    Device,
+    Problem,
+    Routing,
+    Scheme,
+    SchemeName,
+)
 from vllm_moe_oracle.layouts.mma_tiles import pack_nibbles, pack_tiles
+from vllm_moe_oracle.oracle.checked_backend import unchecked
 from vllm_moe_oracle.oracle.registry import default_registry
-from vllm_moe_oracle.releases.supported import DEFAULT_PACKAGES
+from vllm_moe_oracle.releases.supported import DEFAULT_PACKAGES, NEWEST
 
 CAPABILITIES = (70, 75, 80, 86, 89, 90, 100, 103, 110, 120, 121)
 GPT_OSS = dataclasses.replace(HALVES, interleaved=True)
@@ -44,49 +57,58 @@ IN_HALVES = {name: activation for name, activation in ACTIVATIONS.items() if not
 """Those of gate rows, then up rows, as all layers have them but those of MXFP4: rows that alternate are put apart while
 they are loaded."""
 
-_OWN = "the library's own kernel for it, of which nobody has run one"
-UNTRIED = {
-    **dict.fromkeys([(f"humming_{scheme}{kind}", name) for scheme in ("mxfp8", "mxfp4", "wna16")
-                     for kind in ("", "_grouped") for name in ("situ", "swiglustep")], _OWN),
-    **dict.fromkeys([(f"trtllm_mxfp4{kind}", "situ") for kind in ("", "_monolithic", "_a8", "_a8_monolithic")],
-                    "a kernel that FlashInfer does not give to everybody"),
-    **dict.fromkeys([(f"deep_gemm_{scheme}", name) for scheme in ("mxfp8", "mxfp4") for name in ("situ", "swiglustep")],
-                    "activated apart and rounded once more, which nobody has run"),
-    ("triton_mxfp4_unfused", "swiglustep"): "nobody has run it between these products",
-}  # fmt: skip
-"""Activations that a backend refuses although the class of some release claims them, by vLLM's name, and why."""
+
+class Wrapped(NamedTuple):
+    """What a backend over a class of vLLM says of it.
+
+    Attributes:
+        path: of the class's file, below a release's folder.
+        class_name: the class.
+        kernel: its kernel's name in vLLM's oracle for the scheme.
+        departures: where the backend departs from what vLLM claims.
+    """
+
+    path: str
+    class_name: str
+    kernel: str
+    departures: tuple[Departure, ...]
+
+    @property
+    def stock_class(self) -> str:
+        """As `Backend.stock_class`."""
+        return f"{self.path.removesuffix('.py').replace('/', '.')}:{self.class_name}"
+
+
+def _wrapped(own: StockBackend) -> Wrapped:
+    module, _, class_name = own.stock_class.partition(":")
+    return Wrapped(f"{module.replace('.', '/')}.py", class_name, own.stock_kernel, own.departures)
 
 
 CLASSES = {
-    "marlin_mxfp8": ("marlin_moe", "MarlinExperts", "MARLIN"),
-    "humming_mxfp8": ("fused_humming_moe", "HummingIndexedExperts", "HUMMING"),
-    "humming_mxfp8_grouped": ("fused_humming_moe", "HummingGroupedExperts", "HUMMING"),
-    "trtllm_mxfp8": ("trtllm_fp8_moe", "TrtLlmFp8ExpertsModular", "FLASHINFER_TRTLLM"),
-    "trtllm_mxfp8_monolithic": ("trtllm_fp8_moe", "TrtLlmFp8ExpertsMonolithic", "FLASHINFER_TRTLLM"),
-    "deep_gemm_mxfp8": ("deep_gemm_moe", "DeepGemmExperts", "DEEPGEMM"),
-    "marlin_mxfp4": ("marlin_moe", "MarlinExperts", "MARLIN"),
-    "marlin_mxfp4_batched": ("marlin_moe", "BatchedMarlinExperts", "BATCHED_MARLIN"),
-    "humming_mxfp4": ("fused_humming_moe", "HummingIndexedExperts", "HUMMING"),
-    "humming_mxfp4_grouped": ("fused_humming_moe", "HummingGroupedExperts", "HUMMING"),
-    "triton_mxfp4": ("gpt_oss_triton_kernels_moe", "OAITritonExperts", "TRITON"),
-    "triton_mxfp4_monolithic": ("gpt_oss_triton_kernels_moe", "OAITritonMxfp4ExpertsMonolithic", "TRITON"),
-    "triton_mxfp4_unfused": ("gpt_oss_triton_kernels_moe", "UnfusedOAITritonExperts", "TRITON_UNFUSED"),
-    "trtllm_mxfp4": ("trtllm_mxfp4_moe", "TrtLlmMxfp4ExpertsModular", "FLASHINFER_TRTLLM_MXFP4_BF16"),
-    "trtllm_mxfp4_monolithic": ("trtllm_mxfp4_moe", "TrtLlmMxfp4ExpertsMonolithic", "FLASHINFER_TRTLLM_MXFP4_BF16"),
-    "trtllm_mxfp4_a8": ("trtllm_mxfp4_moe", "TrtLlmMxfp4ExpertsModular", "FLASHINFER_TRTLLM_MXFP4_MXFP8"),
-    "trtllm_mxfp4_a8_monolithic": ("trtllm_mxfp4_moe", "TrtLlmMxfp4ExpertsMonolithic", "FLASHINFER_TRTLLM_MXFP4_MXFP8"),
-    "cutlass_mxfp4": ("flashinfer_cutlass_moe", "FlashInferExperts", "FLASHINFER_CUTLASS_MXFP4_BF16"),
-    "cutlass_mxfp4_a8": ("flashinfer_cutlass_moe", "FlashInferExperts", "FLASHINFER_CUTLASS_MXFP4_MXFP8"),
-    "deep_gemm_mxfp4": ("deep_gemm_moe", "DeepGemmFP4Experts", "DEEPGEMM_MXFP4"),
-    "marlin_wna16": ("marlin_moe", "MarlinExperts", "MARLIN"),
-    "marlin_wna16_batched": ("marlin_moe", "BatchedMarlinExperts", "BATCHED_MARLIN"),
-    "humming_wna16": ("fused_humming_moe", "HummingIndexedExperts", "HUMMING"),
-    "humming_wna16_grouped": ("fused_humming_moe", "HummingGroupedExperts", "HUMMING"),
-    "triton_wna16": ("triton_moe", "TritonWNA16Experts", "TRITON"),
-    "trtllm_mxint4": ("trtllm_mxint4_moe", "TrtLlmMxint4ExpertsMonolithic", "FLASHINFER_TRTLLM"),
-    "cpu_int4": ("cpu_moe", "CPUExpertsInt4", "CPU"),
-}
-"""Of each backend over a class of vLLM: the module in the folder of experts, the class, the kernel in vLLM's oracle."""
+    each.name: _wrapped(own)
+    for each in default_registry()
+    if isinstance(own := unchecked(each), StockBackend)
+}  # fmt: skip
+"""Of each backend over a class of vLLM, by its name."""
+
+
+def wrappers(*schemes: SchemeName) -> list[str]:
+    """Names of the backends over classes of vLLM for some schemes."""
+    return [name for name in CLASSES if set(backend(name).schemes) & set(schemes)]
+
+
+def departs(name: str, what: str, release: str) -> bool:
+    """Whether a backend says that it departs in a release from what vLLM claims.
+
+    Args:
+        name: the backend's.
+        what: one of `Departure.what`; "" for every layer.
+        release: vLLM's version.
+    """
+    return any(
+        (what in each.what if what else not each.what) and (not each.before or number(release) < number(each.before))
+        for each in CLASSES[name].departures
+    )
 
 
 TRITON = ("triton_mxfp4", "triton_mxfp4_monolithic", "triton_mxfp4_unfused")
@@ -107,12 +129,19 @@ def machine(release: str, capability: int) -> Device:
 
 
 def home(name: str) -> int:
-    """A compute capability on which a backend runs; 0 for those of CPUs."""
-    if name.startswith("cpu"):
+    """A compute capability on which a backend runs, Hopper's or else Blackwell's if it has one; 0 for those of CPUs."""
+    limits = backend(name).capabilities
+    if "cuda" not in limits.devices:
         return 0
-    if name.startswith(("trtllm", "deep_gemm")) or name == "cutlass_mxfp4_a8":
-        return 100
-    return 80 if name.startswith("marlin_mxfp") else 90
+    ranges = limits.compute_capabilities or ((0, 1000),)
+    able = [each for each in (90, 100, *CAPABILITIES) if any(low <= each < high for low, high in ranges)]
+    assert able, f"{name} names no compute capability of {CAPABILITIES}"
+    return able[0]
+
+
+def at_home(name: str) -> Device:
+    """A machine of the newest release on which a backend runs."""
+    return machine(NEWEST, home(name))
 
 
 def wna16_scheme(
@@ -122,32 +151,57 @@ def wna16_scheme(
     return Scheme("wna16", bits, group, packing, zeros, order)
 
 
+_GPT_OSS_20B: dict[str, Any] = {
+    "scheme": Scheme("mxfp4", 4, 32, "gpt_oss"), "experts": 32, "top_k": 4, "hidden_size": 2880,
+    "intermediate_size": 2880, "activation": GPT_OSS, "has_bias": True, "routing": Routing("renormalize"),
+}  # fmt: skip
+
+
 def gpt_oss_layer(**changes: Any) -> Problem:
     """gpt-oss-20b's layer."""
-    usual = {
-        "scheme": Scheme("mxfp4", 4, 32, "gpt_oss"), "experts": 32, "top_k": 4, "hidden_size": 2880,
-        "intermediate_size": 2880, "activation": GPT_OSS, "has_bias": True, "routing": Routing("renormalize"),
-    }  # fmt: skip
-    return problem(**usual | changes)
+    return problem(**_GPT_OSS_20B | changes)
+
+
+_RENORMALIZED: dict[str, Any] = {"routing": Routing("renormalize")}
+_HOME_LAYERS: dict[str, tuple[dict[str, Any], ...]] = {
+    "mxfp8": ({"scheme": MXFP8_W8A8, **_RENORMALIZED},),
+    "mxfp4": (
+        _GPT_OSS_20B,
+        _GPT_OSS_20B | {"scheme": Scheme("mxfp4", 4, 32, "mxfp4"), "activation": SILU, "has_bias": False},
+    ),
+    "wna16": tuple({"scheme": wna16_scheme(group=group), **_RENORMALIZED} for group in (128, 32)),
+}
+"""By scheme, layers of which every backend takes one; over four ranks if it is made for expert parallelism."""
+
+
+@functools.cache
+def _home_layer(name: str) -> Mapping[str, Any]:
+    """The first of `_HOME_LAYERS` that a backend takes at home, as arguments of `_layer`.
+
+    Raises:
+        AssertionError: it takes none.
+    """
+    own, said = backend(name), list[str]()
+    for fields, ep in itertools.product(_HOME_LAYERS[own.schemes[0]], (1, 4)):
+        found = fields | ({"ep": ep} if ep > 1 else {})
+        found |= {"format": own.capabilities.formats[0]} if own.capabilities.formats[0] != "standard" else {}
+        reasons = own.check(_layer(**found), at_home(name)).reasons
+        if not reasons:
+            return found
+        said.append("; ".join(map(str, reasons)))
+    raise AssertionError(f"{name} takes no usual layer of {own.schemes[0]} at home: {said}")
+
+
+def _layer(**fields: Any) -> Problem:
+    made = problem(**fields)
+    if made.parallel.ep == 1 or "local_experts" in fields:
+        return made
+    return dataclasses.replace(made, local_experts=made.num_experts // made.parallel.ep)
 
 
 def usual(name: str, **changes: Any) -> Problem:
     """A layer that a backend takes at home: of the backends for MXFP4 one of gpt-oss-20b's."""
-    scheme, fields = backend(name).schemes[0], dict[str, Any]()
-    if name.endswith("_batched"):
-        fields["format"] = "batched"
-    if name == "deep_gemm_mxfp4":
-        fields = {"scheme": Scheme("mxfp4", 4, 32, "mxfp4"), "activation": SILU, "has_bias": False}
-        return gpt_oss_layer(**fields | changes)
-    if scheme == "mxfp4":
-        if not name.endswith(("_grouped", "_batched")):
-            return gpt_oss_layer(**changes)
-        made = gpt_oss_layer(**fields | {"ep": 4} | changes)
-        return dataclasses.replace(made, local_experts=made.num_experts // 4)
-    if name.endswith("_grouped"):
-        fields |= {"ep": 4, "local_experts": 32}
-    fields["scheme"] = MXFP8_W8A8 if scheme == "mxfp8" else wna16_scheme(group=32 if name == "trtllm_mxint4" else 128)
-    return problem(**fields | {"routing": Routing("renormalize")} | changes)
+    return _layer(**{**_home_layer(name), **changes})
 
 
 def number(release: str) -> tuple[int, ...]:
@@ -190,62 +244,112 @@ def humming_conversion(release: str) -> str:
     return source_of(release, next(each for each in files if exists(release, each)))
 
 
-def members_of(release: str, path: str, name: str) -> list[str]:
-    """Members of an enumeration of a release."""
-    return [
-        target.id
-        for statement in node_of(release, path, name).body
-        if isinstance(statement, ast.Assign | ast.AnnAssign)
-        for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
-        if isinstance(target, ast.Name)
-    ]
-
-
 def stock_of(release: str, name: str, capability: int) -> tuple[Any, dict[str, Any]]:
     """The class behind a backend, and the names of its file, on CUDA of a compute capability, or on a CPU if that is 0.
 
     Every package that the class asks for is there.
     """
-    file, class_name, _ = CLASSES[name]
+    path, class_name, *_ = CLASSES[name]
+    assert has_class(release, path, class_name), f"vLLM {release} has no {class_name} in {path}"
     platform = Platform(capability)
     # `CudaPlatform.support_deep_gemm`.
     deep_gemm = platform.support_deep_gemm() or (number(release) >= (0, 24) and capability // 10 == 12)
     activation = load(release, f"{FUSED_MOE}/activation.py", current_platform=platform)
     asked = ("MoEActivation", "apply_moe_activation_supported", "apply_moe_activation_masked_supported")
     names = load(
-        release, f"{FUSED_MOE}/experts/{file}.py", current_platform=platform, functools=UncachedFunctools,
+        release, path, current_platform=platform, functools=UncachedFunctools,
         is_deep_gemm_supported=lambda: deep_gemm, has_flashinfer=lambda: True,
         has_flashinfer_cutlass_fused_moe=lambda: True, has_triton_kernels=lambda: True,
-        get_triton_kernels_version=lambda: None, **{key: activation[key] for key in asked if key in activation},
+        get_triton_kernels_version=lambda: None,
+        # It also reads an environment variable.
+        is_flashinfer_mxint4_moe_available=lambda: platform.is_device_capability_family(100),
+        **{key: activation[key] for key in asked if key in activation},
     )  # fmt: skip
     return names[class_name], names
+
+
+def has_class(release: str, path: str, class_name: str) -> bool:
+    """Whether a file of a release has a class."""
+    return exists(release, path) and class_name in [getattr(each, "name", "") for each in tree(release, path).body]
+
+
+def bases_of(release: str, name: str) -> list[str]:
+    """Names of the classes that a stock class is made of, in its file."""
+    path, class_name, *_ = CLASSES[name]
+    nodes = {node.name: node for node in tree(release, path).body if isinstance(node, ast.ClassDef)}
+    found, waiting = [], [class_name]
+    while waiting:
+        for base in nodes[waiting.pop()].bases:
+            found.append(base.id if isinstance(base, ast.Name) else ast.unparse(base))
+            waiting += [found[-1]] * (found[-1] in nodes)
+    return found
+
+
+_WEIGHTS = {"mxfp8": "kMxfp8Static", "mxfp4": "kMxfp4Static", "wna16": "kInt4Static"}
+_INPUTS: dict[ActivationPrecision, str] = {
+    "mxfp8": "kMxfp8Dynamic", "fp8": "kFp8Dynamic128Sym", "mxfp4": "kMxfp4Dynamic"
+}  # fmt: skip
 
 
 def quant_keys(name: str, names: Mapping[str, Any]) -> tuple[Any, Any]:
     """The keys of weights and activations by which stock's oracle asks the class behind a backend."""
     own = backend(name)
-    if own.schemes[0] == "mxfp8":
-        return names["kMxfp8Static"], names["kMxfp8Dynamic"]
-    if own.schemes[0] == "wna16":
-        return names["kInt4Static32" if name == "trtllm_mxint4" else "kInt4Static"], None
-    inputs = {"16bit": None, "mxfp8": "kMxfp8Dynamic", "fp8": "kFp8Dynamic128Sym"}[own.activations(usual(name))]
-    return names["kMxfp4Static"], inputs and names[inputs]
+    # The oracle for MXFP8 asks every class about MXFP8 activations, the one for integers about none.
+    inputs = {"mxfp8": "kMxfp8Dynamic", "mxfp4": _INPUTS.get(own.activations(usual(name))), "wna16": None}
+    found = inputs[own.schemes[0]]
+    return names[own.stock_weight_key or _WEIGHTS[own.schemes[0]]], found and names[found]
 
 
-_ORACLES = {"mxfp8": ("oracle/mxfp8.py", ""), "mxfp4": ("oracle/mxfp4.py", "Mxfp4MoeBackend"),
-            "wna16": ("oracle/int_wna16.py", "WNA16MoEBackend")}  # fmt: skip
+_ORACLES = {"mxfp8": "mxfp8", "mxfp4": "mxfp4", "wna16": "int_wna16"}
+_KERNELS = {"mxfp4": "Mxfp4MoeBackend", "wna16": "WNA16MoEBackend"}
+
+
+def oracle_of(release: str, scheme: SchemeName, **given: Any) -> dict[str, Any]:
+    """The names of stock's oracle for a scheme, in which expert classes are texts, ``module:Class``.
+
+    Args:
+        release: vLLM's version.
+        scheme: the oracle's.
+        given: other names that the file would have imported.
+    """
+    path = f"{FUSED_MOE}/oracle/{_ORACLES[scheme]}.py"
+    return load(release, path, **{**_imported_classes(release, path), **given})
+
+
+def _imported_classes(release: str, path: str) -> dict[str, str]:
+    """Expert classes that a file imports anywhere, as ``module:Class``, by the name that it gives them."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree(release, path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(FUSED_MOE.replace("/", ".")):
+            for each in node.names:
+                stock_class, name = f"{node.module}:{each.name}", each.asname or each.name
+                if "Experts" in each.name and each.name != "RoutedExperts":
+                    assert found.setdefault(name, stock_class) == stock_class, f"{path}: {name} has two meanings"
+    return found
+
+
+@functools.cache
+def stock_kernels(release: str, scheme: SchemeName) -> Mapping[str, list[str]]:
+    """Of each kernel of stock's oracle for a scheme, its classes, ``module:Class``, as the oracle finds them."""
+    if scheme == "mxfp8":
+        # Its kernels are among those for FP8, and so are the classes of most.
+        path = f"{FUSED_MOE}/oracle/fp8.py"
+        fp8 = load(release, path, **_imported_classes(release, path))
+        borrowed = {key: fp8[key] for key in ("Fp8MoeBackend", "backend_to_kernel_cls")}
+        oracle = oracle_of(release, scheme, **borrowed)
+        classes = oracle.get("_mxfp8_backend_to_kernel_cls", fp8["backend_to_kernel_cls"])
+        return {each.name: classes(each) for each in oracle["_SUPPORTED_BACKENDS"]}
+    oracle = oracle_of(release, scheme)
+    found = {}
+    for each in oracle[_KERNELS[scheme]]:
+        with suppress(ValueError):  # of a member that stands for no kernel
+            found[each.name] = oracle["backend_to_kernel_cls"](each)
+    return found
 
 
 def offered(release: str, name: str) -> bool:
-    """Whether stock's oracle for the scheme knows the kernel behind a backend."""
-    file, enumeration = _ORACLES[backend(name).schemes[0]]
-    if enumeration:
-        known = members_of(release, f"{FUSED_MOE}/{file}", enumeration)
-    else:
-        assigned = [node for node in tree(release, f"{FUSED_MOE}/{file}").body if isinstance(node, ast.Assign)]
-        (listed,) = (node.value for node in assigned if ast.unparse(node.targets[0]) == "_SUPPORTED_BACKENDS")
-        known = [each.attr for each in ast.walk(listed) if isinstance(each, ast.Attribute)]
-    return CLASSES[name][2] in known
+    """Whether stock's oracle for the scheme knows the kernel behind a backend, and finds the backend's class for it."""
+    return CLASSES[name].stock_class in stock_kernels(release, backend(name).schemes[0]).get(CLASSES[name].kernel, ())
 
 
 def skip_unless_taken(release: str, name: str) -> None:

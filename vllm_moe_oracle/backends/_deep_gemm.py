@@ -6,25 +6,29 @@ zero-padded so that every word is whole; the kernel needs the hidden size in mul
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.decision import ShardPlan
 from ..core.problem import E8M0_BIAS, Problem
 from ..errors import OracleError
 from ._contract import Builder, Tensors
 from ._padding import pad_expert
-from ._stock import StockBackend
+from ._stock import Departure, StockBackend
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SIZE_MULTIPLE = 128
 
+ACTIVATED_APART = "activated apart and rounded once more, which nobody has run"
+"""Why activations are refused that the classes claim."""
+
 
 class DeepGemmBackend(StockBackend):
     """A backend over one of vLLM's DeepGEMM classes."""
 
     vllm_names = ("deep_gemm",)
+    departures: ClassVar[tuple[Departure, ...]] = (Departure(("swiglustep",), ACTIVATED_APART),)
 
     def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
         """Pads, and packs scales.

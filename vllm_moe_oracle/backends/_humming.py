@@ -23,7 +23,7 @@ from ..core.sharding import loaded_group_size, round_up
 from ..releases import min_versions
 from ._contract import Builder, Tensors
 from ._padding import order_rows_for_stock
-from ._stock import StockBackend
+from ._stock import SM75_DEPARTURE, Departure, StockBackend
 from ._stock_priority import prefers_humming
 from ._stock_rules import FROM_SM75, STOCK_UNGATED, activation_rule, integer_weights, swigluoai_rule
 
@@ -37,7 +37,6 @@ ROW_MULTIPLE, COLUMN_MULTIPLE = 256, 128
 """Multiples to which the library pads rows and columns of both matrices; vLLM passes them to it."""
 
 _MX = Capabilities(
-    # From sm_100 on, the order of the codes depends on the CUDA compiler that the library finds.
     compute_capabilities=((80, 100),),
     # Its float16 kernels keep five bits of a scale.
     dtypes=("bfloat16",),
@@ -50,6 +49,36 @@ _MX = Capabilities(
     apply_router_weight_on_input=True,
     eplb=True,
 )
+
+WNA16_DEPARTURES = (
+    Departure(("situ", "swiglustep"), "the library has a kernel of its own for it, which nobody has run"),
+)
+"""What the classes claim for integer weights and the backends refuse."""
+
+MXFP4_DEPARTURES = (
+    *WNA16_DEPARTURES,
+    SM75_DEPARTURE,
+    Departure(
+        ("sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
+        "the order of the codes depends on the CUDA compiler that the library finds",
+    ),
+)
+"""The same for MXFP4."""
+
+MXFP8_DEPARTURES = (
+    *MXFP4_DEPARTURES,
+    Departure(
+        tuple(f"{name}_no_mul" for name in STOCK_UNGATED),
+        "vLLM's conversion takes their first matrix for one of twice as many rows",
+        before=min_versions.HUMMING_NON_GATED,
+    ),
+)
+"""The same for MXFP8."""
+
+GROUPED_DEPARTURE = Departure(
+    (), "the grouped kernels run only where an environment variable asks for them", before=min_versions.HUMMING_GROUPED
+)
+"""Which releases the backends over grouped kernels refuse."""
 
 MXFP8_CAPABILITIES = dataclasses.replace(_MX, bits=(8,))
 """MXFP8 layers that the library supports."""
@@ -202,6 +231,7 @@ class HummingBackend(StockBackend):
     """
 
     vllm_names = ("humming",)
+    stock_kernel = "HUMMING"
     activation_precision = "16bit"
     preferred_priority: ClassVar[float]
 

@@ -7,14 +7,14 @@ e4m3; activations stay in 16 bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.capabilities import Capabilities
 from ..core.decision import ShardPlan
 from ..core.problem import MX_BLOCK, Problem
 from ._contract import Builder, Tensors
 from ._padding import order_rows_for_stock, pad_expert
-from ._stock import StockBackend
+from ._stock import SM75_DEPARTURE, Departure, StockBackend
 from ._stock_rules import FROM_SM80, STOCK_GATED, STOCK_UNGATED
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class MarlinBackend(StockBackend):
     """A backend over one of vLLM's classes over Marlin."""
 
     vllm_names = ("marlin",)
+    stock_kernel = "MARLIN"
     activation_precision = "16bit"
     precompiled = True
 
@@ -58,6 +59,8 @@ class MarlinBackend(StockBackend):
 
 class MarlinMxBackend(MarlinBackend):
     """Marlin on e4m3 or e2m1 weights with e8m0 scales per 32."""
+
+    departures: ClassVar[tuple[Departure, ...]] = (SM75_DEPARTURE,)
 
     def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
         """Pads, then repacks codes, scales and biases.

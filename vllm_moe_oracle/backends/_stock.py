@@ -5,6 +5,7 @@ Such a backend is a description: the class, what it supports, its priority, and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..core.decision import ShardPlan
@@ -24,10 +25,38 @@ def schema_arguments(operator: Any) -> frozenset[str]:
     return frozenset(argument.name for argument in operator._schema.arguments)
 
 
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A difference between what vLLM claims for an expert class and what the backend over it takes.
+
+    Attributes:
+        what: what is claimed and refused: compute capabilities (``sm_75``), activations and routing methods by vLLM's
+            names (``gelu_tanh``, ``llama4``), ``lora``, ``eplb``; empty for every layer. Two words are other
+            differences: ``unlisted``, releases are taken whose oracle does not list the kernel; ``sizes``, layers are
+            padded less than by vLLM.
+        why: the reason, in words.
+        before: the first release of vLLM without the difference; "" where every release has it.
+    """
+
+    what: tuple[str, ...]
+    why: str
+    before: str = ""
+
+
+SM75_DEPARTURE = Departure(("sm_75",), "bfloat16 needs sm_80, and the kernels have no float16 with e8m0 scales")
+"""Why backends over classes that claim MX formats from Turing on begin with Ampere."""
+
+
+UNPROVEN_EPLB = Departure(("eplb",), "not shown here: nobody has moved its experts while it serves")
+UNPROVEN_LORA = Departure(("lora",), "not shown here: nobody has run it with adapters")
+
+
 class StockBackend(Backend):
     """A backend over one of vLLM's expert classes.
 
     Attributes:
+        stock_kernel: name of the kernel in vLLM's oracle for the scheme: a member of its enumeration.
+        departures: every difference between what vLLM claims for the class and what the backend takes.
         stock_weights: the weight type in the class's quant config, named as in `Builder.stock`; "" for the scheme's.
         quantize_inputs: the type to which vLLM's prepare step quantizes activations, in the words of `Builder.stock`;
             "" to leave them alone.
@@ -36,10 +65,16 @@ class StockBackend(Backend):
             from their tensors.
     """
 
+    stock_kernel: ClassVar[str]
+    departures: ClassVar[tuple[Departure, ...]] = ()
     stock_weights: ClassVar[str] = ""
     quantize_inputs: ClassVar[str] = ""
     swizzle_input_scales: ClassVar[bool] = False
     padded_layer: ClassVar[bool] = False
+
+    def missing_attributes(self) -> list[str]:
+        """As every backend's; the kernel's name is required, too."""
+        return super().missing_attributes() + ["stock_kernel"] * (not hasattr(self, "stock_kernel"))
 
     def stock_priority(self, problem: Problem, device: Device) -> float:
         """Its place in the list of the machine's vLLM, lowest first. `priority` is that of the newest supported one."""

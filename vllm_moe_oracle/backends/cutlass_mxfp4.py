@@ -24,6 +24,7 @@ class CutlassMxfp4Bf16(CutlassMxfp4Backend):
     """vLLM's `FlashInferExperts` on 16-bit activations."""
 
     name = "cutlass_mxfp4"
+    stock_kernel = "FLASHINFER_CUTLASS_MXFP4_BF16"
     static_priority = 40.0
     activation_precision = "16bit"
     arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}")

@@ -18,6 +18,7 @@ class CutlassMxfp4Mxfp8(CutlassMxfp4Backend):
     """vLLM's `FlashInferExperts` on MXFP8 activations."""
 
     name = "cutlass_mxfp4_a8"
+    stock_kernel = "FLASHINFER_CUTLASS_MXFP4_MXFP8"
     static_priority = 41.0
     activation_precision = "mxfp8"
     arithmetic = Numerics("MXFP4, in block-scaled tensor cores", "quantized to MXFP8 per token, in both products")

@@ -9,8 +9,8 @@ from ..core.capabilities import Capabilities, Rule
 from ..core.decision import Numerics
 from ..core.problem import MX_BLOCK
 from ..releases import min_versions
-from ._deep_gemm import SIZE_MULTIPLE, DeepGemmBackend
-from ._stock import EXPERTS
+from ._deep_gemm import ACTIVATED_APART, SIZE_MULTIPLE, DeepGemmBackend
+from ._stock import EXPERTS, UNPROVEN_EPLB, Departure
 
 
 class DeepGemmMxfp4(DeepGemmBackend):
@@ -19,6 +19,7 @@ class DeepGemmMxfp4(DeepGemmBackend):
     name = "deep_gemm_mxfp4"
     schemes = ("mxfp4",)
     stock_class = f"{EXPERTS}.deep_gemm_moe:DeepGemmFP4Experts"
+    stock_kernel = "DEEPGEMM_MXFP4"
     static_priority = 25.0
     activation_precision = "fp8"
     arithmetic = Numerics(
@@ -27,6 +28,14 @@ class DeepGemmMxfp4(DeepGemmBackend):
     padding = (SIZE_MULTIPLE, SIZE_MULTIPLE)
     quantize_inputs = "fp8_block128"
     padded_layer = True
+    departures = (
+        *DeepGemmBackend.departures,
+        Departure(("situ",), ACTIVATED_APART),
+        UNPROVEN_EPLB,
+        Departure(
+            (), "vLLM's scales are float32, which DeepGEMM packs at every call", min_versions.DEEP_GEMM_MXFP4_PACKED
+        ),
+    )
     capabilities = Capabilities(
         compute_capabilities=((100, 110), (120, 130)),
         packages={"vllm": min_versions.DEEP_GEMM_MXFP4_PACKED},

@@ -17,6 +17,7 @@ class DeepGemmMxfp8(DeepGemmBackend):
     name = "deep_gemm_mxfp8"
     schemes = ("mxfp8",)
     stock_class = f"{EXPERTS}.deep_gemm_moe:DeepGemmExperts"
+    stock_kernel = "DEEPGEMM"
     static_priority = 20.0
     activation_precision = "mxfp8"
     arithmetic = Numerics("MXFP8, in block-scaled tensor cores", "quantized to MXFP8 per token, in both products")

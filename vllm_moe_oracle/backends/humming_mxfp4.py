@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ._humming import MXFP4_CAPABILITIES, MXFP4_RULES, HummingBackend, kernel_kind_rule
-from ._stock import EXPERTS
+from ..releases import min_versions
+from ._humming import MXFP4_CAPABILITIES, MXFP4_DEPARTURES, MXFP4_RULES, HummingBackend, kernel_kind_rule
+from ._stock import EXPERTS, Departure
 
 
 class HummingMxfp4(HummingBackend):
@@ -15,6 +16,10 @@ class HummingMxfp4(HummingBackend):
     static_priority = 72.0
     preferred_priority = 52.0
     capabilities = MXFP4_CAPABILITIES
+    departures = (
+        *MXFP4_DEPARTURES,
+        Departure((), "brings a humming-kernels that nobody here has looked at", before=min_versions.HUMMING),
+    )
     rules = (*MXFP4_RULES, kernel_kind_rule("indexed"))
 
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from ._humming import MXFP4_CAPABILITIES, MXFP4_RULES, HummingBackend, kernel_kind_rule
+from ._humming import (
+    GROUPED_DEPARTURE,
+    MXFP4_CAPABILITIES,
+    MXFP4_DEPARTURES,
+    MXFP4_RULES,
+    HummingBackend,
+    kernel_kind_rule,
+)
 from ._stock import EXPERTS
 
 
@@ -15,6 +22,7 @@ class HummingMxfp4Grouped(HummingBackend):
     static_priority = 71.0
     preferred_priority = 51.0
     capabilities = MXFP4_CAPABILITIES
+    departures = (*MXFP4_DEPARTURES, GROUPED_DEPARTURE)
     rules = (*MXFP4_RULES, kernel_kind_rule("grouped"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._humming import MXFP8_CAPABILITIES, MXFP8_RULES, HummingBackend, kernel_kind_rule
+from ._humming import MXFP8_CAPABILITIES, MXFP8_DEPARTURES, MXFP8_RULES, HummingBackend, kernel_kind_rule
 from ._stock import EXPERTS
 
 
@@ -15,6 +15,7 @@ class HummingMxfp8(HummingBackend):
     static_priority = 62.0
     preferred_priority = 27.0
     capabilities = MXFP8_CAPABILITIES
+    departures = MXFP8_DEPARTURES
     rules = (*MXFP8_RULES, kernel_kind_rule("indexed"))
 
 

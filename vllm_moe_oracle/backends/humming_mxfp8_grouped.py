@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from ._humming import MXFP8_CAPABILITIES, MXFP8_RULES, HummingBackend, kernel_kind_rule
+from ._humming import (
+    GROUPED_DEPARTURE,
+    MXFP8_CAPABILITIES,
+    MXFP8_DEPARTURES,
+    MXFP8_RULES,
+    HummingBackend,
+    kernel_kind_rule,
+)
 from ._stock import EXPERTS
 
 
@@ -15,6 +22,7 @@ class HummingMxfp8Grouped(HummingBackend):
     static_priority = 61.0
     preferred_priority = 26.0
     capabilities = MXFP8_CAPABILITIES
+    departures = (*MXFP8_DEPARTURES, GROUPED_DEPARTURE)
     rules = (*MXFP8_RULES, kernel_kind_rule("grouped"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._humming import WNA16_CAPABILITIES, WNA16_RULES, HummingBackend, kernel_kind_rule
+from ._humming import WNA16_CAPABILITIES, WNA16_DEPARTURES, WNA16_RULES, HummingBackend, kernel_kind_rule
 from ._stock import EXPERTS
 
 
@@ -15,6 +15,7 @@ class HummingWna16(HummingBackend):
     static_priority = 62.0
     preferred_priority = 27.0
     capabilities = WNA16_CAPABILITIES
+    departures = WNA16_DEPARTURES
     rules = (*WNA16_RULES, kernel_kind_rule("indexed"))
 
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from ._humming import WNA16_CAPABILITIES, WNA16_RULES, HummingBackend, kernel_kind_rule
+from ._humming import (
+    GROUPED_DEPARTURE,
+    WNA16_CAPABILITIES,
+    WNA16_DEPARTURES,
+    WNA16_RULES,
+    HummingBackend,
+    kernel_kind_rule,
+)
 from ._stock import EXPERTS
 
 
@@ -15,6 +22,7 @@ class HummingWna16Grouped(HummingBackend):
     static_priority = 61.0
     preferred_priority = 26.0
     capabilities = WNA16_CAPABILITIES
+    departures = (*WNA16_DEPARTURES, GROUPED_DEPARTURE)
     rules = (*WNA16_RULES, kernel_kind_rule("grouped"))
 
 

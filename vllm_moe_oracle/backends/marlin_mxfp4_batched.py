@@ -13,6 +13,7 @@ class MarlinMxfp4Batched(MarlinMxfp4):
 
     name = "marlin_mxfp4_batched"
     stock_class = f"{EXPERTS}.marlin_moe:BatchedMarlinExperts"
+    stock_kernel = "BATCHED_MARLIN"
     static_priority = 61.0
     capabilities = dataclasses.replace(
         MarlinMxfp4.capabilities, formats=("batched",), apply_router_weight_on_input=False, lora=False

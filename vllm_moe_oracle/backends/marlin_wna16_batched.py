@@ -13,6 +13,7 @@ class MarlinWna16Batched(MarlinWna16):
 
     name = "marlin_wna16_batched"
     stock_class = f"{EXPERTS}.marlin_moe:BatchedMarlinExperts"
+    stock_kernel = "BATCHED_MARLIN"
     static_priority = 35.0
     capabilities = dataclasses.replace(
         MarlinWna16.capabilities, formats=("batched",), apply_router_weight_on_input=False, lora=False

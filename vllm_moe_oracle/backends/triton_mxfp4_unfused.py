@@ -10,7 +10,7 @@ import dataclasses
 from ..core.capabilities import Rule
 from ..core.problem import Device, Problem
 from ..releases import min_versions
-from ._stock import EXPERTS
+from ._stock import EXPERTS, UNPROVEN_EPLB, UNPROVEN_LORA, Departure
 from ._stock_rules import activation_rule
 from ._triton_kernels import EMPTY_SLOTS_RULE, RULES, TritonKernelsBackend
 
@@ -36,6 +36,13 @@ class TritonMxfp4Unfused(TritonKernelsBackend):
     name = "triton_mxfp4_unfused"
     vllm_names = ("triton_unfused",)
     stock_class = f"{EXPERTS}.gpt_oss_triton_kernels_moe:UnfusedOAITritonExperts"
+    stock_kernel = "TRITON_UNFUSED"
+    departures = (
+        *TritonKernelsBackend.departures,
+        UNPROVEN_EPLB,
+        UNPROVEN_LORA,
+        Departure(("swiglustep",), "nobody has run it between these products"),
+    )
     # vLLM lists it nowhere: it runs only where it is asked for.
     static_priority = 90.0
     gpt_oss_only = False

@@ -16,7 +16,7 @@ from ..core.sharding import loaded_group_size
 from ..releases import min_versions
 from ._contract import Tensors
 from ._padding import pad_expert
-from ._stock import EXPERTS, StockBackend
+from ._stock import EXPERTS, UNPROVEN_LORA, Departure, StockBackend
 from ._stock_rules import FROM_SM75, STOCK_GATED, STOCK_UNGATED, activation_rule, limit_rule
 
 if TYPE_CHECKING:
@@ -33,6 +33,12 @@ class TritonWna16(StockBackend):
     schemes = ("wna16",)
     vllm_names = ("triton",)
     stock_class = f"{EXPERTS}.triton_moe:TritonWNA16Experts"
+    stock_kernel = "TRITON"
+    departures = (
+        UNPROVEN_LORA,
+        Departure(("sm_70",), "vLLM has no kernels of its own for it any more"),
+        Departure(("unlisted",), "before it is listed, vLLM runs the same kernel by a function"),
+    )
     static_priority = 40.0
     activation_precision = "16bit"
     arithmetic = Numerics("dequantized exactly to float32, rounded to {dtype}", "left in {dtype}")

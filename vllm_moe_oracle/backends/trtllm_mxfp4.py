@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._flashinfer_trtllm import NO_EXPERT_MAP
 from ._flashinfer_trtllm_mxfp4 import TrtllmMxfp4Backend
 from ._stock import EXPERTS
 
@@ -11,6 +12,8 @@ class TrtllmMxfp4Bf16(TrtllmMxfp4Backend):
 
     name = "trtllm_mxfp4"
     stock_class = f"{EXPERTS}.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsModular"
+    stock_kernel = "FLASHINFER_TRTLLM_MXFP4_BF16"
+    departures = (*TrtllmMxfp4Backend.departures, NO_EXPERT_MAP)
     static_priority = 11.0
 
 

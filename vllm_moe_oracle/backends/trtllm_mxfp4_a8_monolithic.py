@@ -12,6 +12,7 @@ class TrtllmMxfp4Mxfp8Monolithic(TrtllmMxfp4Backend):
     name = "trtllm_mxfp4_a8_monolithic"
     monolithic = True
     stock_class = f"{EXPERTS}.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsMonolithic"
+    stock_kernel = "FLASHINFER_TRTLLM_MXFP4_MXFP8"
     static_priority = 20.0
     activation_precision = "mxfp8"
     arithmetic = MXFP8_ARITHMETIC

@@ -12,6 +12,7 @@ class TrtllmMxfp4Bf16Monolithic(TrtllmMxfp4Backend):
     name = "trtllm_mxfp4_monolithic"
     monolithic = True
     stock_class = f"{EXPERTS}.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsMonolithic"
+    stock_kernel = "FLASHINFER_TRTLLM_MXFP4_BF16"
     static_priority = 10.0
     capabilities = ROUTING_CAPABILITIES
     rules = ROUTING_RULES

@@ -15,7 +15,7 @@ from ..core.problem import Problem
 from ..releases import min_versions
 from ._contract import Tensors
 from ._flashinfer_trtllm import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE, MX_CAPABILITIES, MX_RULES, to_trtllm_layout
-from ._stock import EXPERTS, StockBackend
+from ._stock import EXPERTS, Departure, StockBackend
 from ._stock_rules import activation_rule, limit_rule
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class TrtllmMxfp8(StockBackend):
     schemes = ("mxfp8",)
     vllm_names = ("flashinfer_trtllm",)
     stock_class = f"{EXPERTS}.trtllm_fp8_moe:TrtLlmFp8ExpertsModular"
+    stock_kernel = "FLASHINFER_TRTLLM"
     static_priority = 11.0
     activation_precision = "mxfp8"
     arithmetic = Numerics("MXFP8, in block-scaled tensor cores", "quantized to MXFP8 per token, in both products")
@@ -49,6 +50,10 @@ class TrtllmMxfp8(StockBackend):
         max_experts=2048,
     )
     rules: ClassVar[tuple[Rule, ...]] = RULES
+    departures: ClassVar[tuple[Departure, ...]] = (
+        Departure(("relu2_no_mul",), "the class never passes the activation to the kernel"),
+        Departure((), "the class takes SiLU alone", before=min_versions.TRTLLM_MXFP8),
+    )
 
     def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
         """Pads, swaps and alternates gate and up (gated experts only), shuffles rows, tiles scales.
