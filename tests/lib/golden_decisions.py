@@ -38,6 +38,9 @@ GPUS = {
     121: "NVIDIA GB10",
 }
 REGENERATE = "python -m tests.tools.golden_decisions --write"
+"""Writes stock's choices, too."""
+RENEW = "python -m tests.tools.generate --write"
+"""Writes this project's decisions."""
 
 FULL_TEXT_CASES = (
     ("mxfp8", 90, "Qwen3-30B-A3B", 1),
@@ -244,24 +247,50 @@ class GoldenTable:
             A line for each row that changed.
         """
         before = {self.place(row): row for row in self.rows()} if self.path.exists() else {}
-        rows, changed = [], []
-        for row in self.compute():
-            row["stock"] = self.stock(self.layer_of(row), row["sm"])
-            row["difference"] = self.difference(row)
-            rows.append(row)
-            if row != before.get(self.place(row)):
-                changed.append(f"{self.name} {self.place(row)}: {row['ours']['backend']} {row['difference']}".rstrip())
+        rows = [self._beside(row, self.stock(self.layer_of(row), row["sm"])) for row in self.compute()]
         head = {"stock": f"vLLM {RELEASE}", "packages": PACKAGES, "gpus": GPUS, **self.conditions}
-        head["differences"] = self.differences
-        lines = ",\n".join(json.dumps(row) for row in rows)
-        self.path.write_text(f'{{"conditions": {json.dumps(head, indent=1)},\n"rows": [\n{lines}\n]}}\n')
-        return changed
+        self.path.write_text(_text(head | {"differences": self.differences}, rows))
+        return [
+            f"{self.name} {self.place(row)}: {row['ours']['backend']} {row['difference']}".rstrip()
+            for row in rows
+            if row != before.get(self.place(row))
+        ]
+
+    def renewed(self, text: str) -> str:
+        """The text of the file with today's decisions; stock's choices stay, since only a release changes them.
+
+        Raises:
+            KeyError: the file has no such row; `write` makes it.
+            ValueError: a decision has become another than stock's, and nothing says why.
+        """
+        held = json.loads(text)
+        stock = {self.place(row): row["stock"] for row in held["rows"]}
+        rows = [self._beside(row, stock[self.place(row)]) for row in self.compute()]
+        return _text(held["conditions"] | {"differences": self.differences}, rows)
+
+    def _beside(self, row: Row, stock: dict[str, str]) -> Row:
+        """A row with stock's choice, and the reason where that is another."""
+        row |= {"stock": stock}
+        row["difference"] = self.difference(row)
+        if row["difference"] not in ("", *self.differences):
+            raise ValueError(
+                f"{self.name} {self.place(row)}: {row['ours']['backend']} is chosen, stock vLLM takes {stock}, and "
+                f"{row['difference']!r} is none of the reasons {sorted(self.differences)}. Give the backend another "
+                f"priority, or add the reason to tests/lib/stock_choice_{self.name}.py"
+            )
+        return row
 
 
-def full_text(tables: Iterable[GoldenTable]) -> list[Row]:
-    """The cases of `FULL_TEXT_CASES` by today's code."""
+def _text(head: Mapping[str, Any], rows: Iterable[Row]) -> str:
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    return f'{{"conditions": {json.dumps(head, indent=1)},\n"rows": [\n{lines}\n]}}\n'
+
+
+def full_text(tables: Iterable[GoldenTable]) -> str:
+    """The text of `FULL_TEXT_FILE` by today's code."""
     by_name = {table.name: table for table in tables}
-    return [
+    rows = [
         {"table": name, "sm": sm, "model": model, "shard": shard, **full_text_of(by_name[name].layer(model, shard), sm)}
         for name, sm, model, shard in FULL_TEXT_CASES
     ]
+    return json.dumps(rows, indent=1) + "\n"

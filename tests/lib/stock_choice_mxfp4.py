@@ -149,13 +149,15 @@ def _compressed_tensors(classes: Callable[[Any], list[Any]]) -> dict[str, str]:
 
 
 def difference(row: dict[str, Any]) -> str:
-    """The key of `DIFFERENCES` for a row whose decision is not stock's; "" where it is."""
+    """The key of `DIFFERENCES` for a row whose decision is not stock's; "" where it is, ``unknown`` where none fits."""
     if row["ours"]["class"] == row["stock"]["class"]:
         return ""
     asked = MODELS[row["model"]][-1] != "16bit"
     if row["stock"]["class"] == "CutlassExpertsMxfp4":
         return "no backend" if asked else "unasked, no backend"
-    return "emulated" if asked else "unasked"
+    if row["stock"]["backend"] == "EMULATION":
+        return "emulated"
+    return "unasked" if not asked and "activations" in row["stock"] else "unknown"
 
 
 GOLDEN = GoldenTable(

@@ -179,7 +179,7 @@ def stock(layer: Problem, capability: int) -> dict[str, str]:
 
 
 def difference(row: dict[str, Any]) -> str:
-    """The key of `DIFFERENCES` for a row whose decision is not stock's; "" where it is."""
+    """The key of `DIFFERENCES` for a row whose decision is not stock's; "" where it is, ``unknown`` where none fits."""
     ours, found = row["ours"], row["stock"]
     raises = found.get("raises", "")
     if ours["class"] == found["class"] and not raises:
@@ -192,12 +192,14 @@ def difference(row: dict[str, Any]) -> str:
         ("TritonWNA16Experts", ""): "packing",
         ("MarlinExperts", ""): "zero points",
     }
-    words = next(
-        kind
-        for (class_name, start), kind in kinds.items()
-        if found["class"] == class_name and raises.startswith(start) and bool(start) == bool(raises)
+    return next(
+        (
+            kind
+            for (class_name, start), kind in kinds.items()
+            if found["class"] == class_name and raises.startswith(start) and bool(start) == bool(raises)
+        ),
+        "unknown",
     )
-    return words
 
 
 GOLDEN = GoldenTable(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tests.lib.golden_decisions import FULL_TEXT_FILE, GPUS, REGENERATE, GoldenTable, device_of, full_text
+from tests.lib import golden_decisions
+from tests.lib.golden_decisions import FULL_TEXT_FILE, GPUS, REGENERATE, RENEW, GoldenTable, device_of, full_text
 from tests.lib.stock_choice_mxfp4 import CONSUMED, MODELS
 from tests.lib.stock_choice_mxfp4 import GOLDEN as MXFP4
 from tests.lib.stock_choice_mxfp8 import GOLDEN as MXFP8
@@ -24,12 +23,12 @@ def test_decisions_are_the_golden_ones(table: GoldenTable) -> None:
     expected = {table.place(row): row for row in table.rows()}
     for row in table.compute():
         kept = expected.pop(table.place(row))
-        assert row == {name: kept[name] for name in row}, f"{table.place(row)}: {REGENERATE}"
+        assert row == {name: kept[name] for name in row}, f"{table.place(row)}: {RENEW}"
     assert not expected
 
 
 def test_every_sentence_of_ten_decisions() -> None:
-    assert full_text(TABLES) == json.loads(FULL_TEXT_FILE.read_text()), REGENERATE
+    assert full_text(TABLES) == FULL_TEXT_FILE.read_text(), RENEW
 
 
 @pytest.mark.matrix  # runs code from the sources of the newest release
@@ -48,6 +47,20 @@ def test_every_difference_from_stock_has_a_reason(table: GoldenTable) -> None:
     for row in table.rows():
         assert row["difference"] == table.difference(row), table.place(row)
     assert {row["difference"] for row in table.rows()} == {"", *table.differences}
+
+
+@each_table
+def test_stocks_choices_survive_a_renewal_and_a_new_difference_needs_a_reason(
+    table: GoldenTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = table.path.read_text()
+    assert table.renewed(text) == text
+    backend = table.rows()[0]["ours"]["backend"]
+    stale = text.replace(f'"backend": "{backend}"', '"backend": "another"', 1)
+    assert stale != text and table.renewed(stale) == text
+    monkeypatch.setattr(golden_decisions, "codes_of", lambda *_: {"backend": "another", "class": "Another"})
+    with pytest.raises(ValueError, match=f"another is chosen, .* tests/lib/stock_choice_{table.name}.py"):
+        table.renewed(text)
 
 
 @each_table

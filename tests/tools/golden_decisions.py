@@ -1,11 +1,11 @@
 """Writes the golden decisions: `python -m tests.tools.golden_decisions --write`.
 
-What stock vLLM chooses is computed from its sources, so these must be there (`tests/lib/releases.py`).
+What stock vLLM chooses is computed from its sources, so these must be there (`tests/lib/releases.py`). Where stock's
+choices stay, `tests.tools.generate --write` is enough.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 
 from tests.lib import stock_choice_mxfp4, stock_choice_mxfp8, stock_choice_wna16
@@ -20,7 +20,7 @@ def main() -> None:
         raise SystemExit(__doc__)
     for table in TABLES:
         print("\n".join(table.write()))
-    FULL_TEXT_FILE.write_text(json.dumps(full_text(TABLES), indent=1) + "\n")
+    FULL_TEXT_FILE.write_text(full_text(TABLES))
 
 
 if __name__ == "__main__":
