@@ -67,7 +67,7 @@ def test_humming_pads_as_stock_pads_for_it(release: str) -> None:
 
 
 @every_release
-def test_hummings_conversion_knows_ungated_experts_where_they_are_taken(release: str) -> None:
+def test_hummings_conversion_knows_the_ungated_experts_it_gets(release: str) -> None:
     """At first it asked for twice their rows."""
     skip_unless_taken(release, "humming_mxfp8")
     text = humming_conversion(release)

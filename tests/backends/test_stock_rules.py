@@ -181,7 +181,7 @@ class Parallel:
 
 @some_releases(DEFAULT_RELEASE)
 @every_backend
-def test_departures_have_reasons_and_are_of_something_that_is_compared(release: str, name: str) -> None:
+def test_departures_are_of_what_is_compared(release: str, name: str) -> None:
     routing = [each.name.lower() for each in routing_methods(release)]
     known = {*ACTIVATIONS, *routing, *(f"sm_{each}" for each in CAPABILITIES), "lora", "eplb", "unlisted", "sizes"}
     for each in CLASSES[name].departures:

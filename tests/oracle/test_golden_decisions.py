@@ -50,7 +50,7 @@ def test_every_difference_from_stock_has_a_reason(table: GoldenTable) -> None:
 
 
 @each_table
-def test_stocks_choices_survive_a_renewal_and_a_new_difference_needs_a_reason(
+def test_renewed_decisions_keep_stocks_choices_and_need_reasons(
     table: GoldenTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = table.path.read_text()
