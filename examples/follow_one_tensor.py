@@ -93,7 +93,7 @@ def main() -> None:
 
     fragments = layout_functions("wgmma_fragments")
     stored = fragments.unshuffle_e4m3(operand["w13"], problem.w13_rows, HIDDEN)
-    restored = fragments.deinterleave_gate_up(stored)
+    restored = fragments.unpair_gate_up(stored)
     if not torch.equal(restored, expert["w13"].view(torch.uint8)):
         raise SystemExit("the inverse layout does not restore the checkpoint's codes")
     print(f"6. Back through the inverse layout: all {restored.numel()} codes of w13 are the checkpoint's")

@@ -33,7 +33,7 @@ from .core.problem import (
 )
 from .devices.catalog import known_device, known_device_names
 from .errors import OracleError
-from .measuring.random_weights import canonical_experts, random_tokens
+from .measuring.random_weights import random_experts, random_tokens
 from .oracle.registry import default_registry
 from .releases.supported import RELEASES
 
@@ -141,7 +141,7 @@ def _expert(layer: Problem, index: int = 0) -> dict[str, Tensor]:
 
 @lru_cache(maxsize=256)
 def _two_experts(layer: Problem) -> dict[str, Tensor]:
-    return canonical_experts(layer, "cpu", 2)
+    return random_experts(layer, "cpu", 2)
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -396,7 +396,7 @@ def test_computes_what_the_emulation_computes(name: str) -> None:
     for layer, device in _distinct(name):
         if device.kind != "cpu":
             continue
-        canonical = canonical_experts(layer, "cpu", layer.local_experts)
+        canonical = random_experts(layer, "cpu", layer.local_experts)
         plan = backend.plan(layer, device)
         try:
             kernel = _kernel_tensors(backend, canonical, layer, plan)

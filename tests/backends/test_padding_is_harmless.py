@@ -106,7 +106,7 @@ def in_own(each: Problem, converted: dict[str, torch.Tensor], which: str) -> tup
         exponents = wgmma_fragments.unshuffle_mx_scales(matrix.scales[0], largest, matrix.rows, wide).double() - 254
         powers = torch.exp2(exponents) * matrix.row_scale[0, : matrix.rows, None].double()
         if which == "w13" and each.activation.gated:
-            powers = wgmma_fragments.deinterleave_gate_up(powers)
+            powers = wgmma_fragments.unpair_gate_up(powers)
         found = dequantized(each, codes, torch.full_like(scale, 127)) * powers.repeat_interleave(32, 1)
     else:
         group = loaded_group_size(each)

@@ -360,7 +360,7 @@ class Layer:
     ) -> None:
         self.context, self.problem, self.rows, self.ready = context, problem, rows, ready
         device = context.device.kind
-        self.canonical = random_weights.canonical_experts(problem, device, min(4, problem.local_experts))
+        self.canonical = random_weights.random_experts(problem, device, min(4, problem.local_experts))
         found, self.skipped = candidates(problem, context.device, rows)
         self.buffers: dict[int, Buffer] = {}
         self.experts: dict[str, Experts] = {}

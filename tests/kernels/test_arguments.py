@@ -24,8 +24,8 @@ def call(**changes: Any) -> dict[str, Any]:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "activation": ({"activation": "sin"}, "unknown activation 'sin'; the kernels implement .*silu"),
-    "ungated": ({"activation": "relu2"}, "does not fit weights that are gated"),
+    "activation": ({"activation": "sin"}, "'sin' of experts with a gate; the kernels implement .*silu"),
+    "ungated": ({"activation": "relu2"}, "'relu2' of experts with a gate; the kernels implement silu"),
     "columns": ({"x": torch.zeros(TOKENS, 64, dtype=torch.bfloat16)}, r"expected \[tokens, 128\]"),
     "strides": ({"x": torch.zeros(HIDDEN, TOKENS, dtype=torch.bfloat16).T}, "with contiguous rows"),
     "dtype": ({"x": torch.zeros(TOKENS, HIDDEN)}, "x is torch.float32, .* stored for torch.bfloat16"),

@@ -282,7 +282,7 @@ def canonical(weights: PackedWeights, matrix: PackedMatrix, codes, scales, zeros
         kind = Float(8, -(10**6)) if weights.dtype == torch.bfloat16 else FLOAT16
         values = kind.rounded(values)
     if matrix is weights.w13 and weights.gated:
-        values = wgmma_fragments.interleave_gate_up(torch.from_numpy(values)).numpy()
+        values = wgmma_fragments.pair_gate_up(torch.from_numpy(values)).numpy()
     return values
 
 

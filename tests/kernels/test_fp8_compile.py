@@ -101,8 +101,8 @@ def test_what_does_not_fit_is_refused() -> None:
     packed = allocate_weights("mxfp8", 2, 32, 64)
     bad: dict[str, tuple[dict[str, Any], str]] = {
         "format": ({"weights": packed}, "weights are mxfp8 for torch.bfloat16; expected mxfp4"),
-        "activation": ({"activation": "tanh"}, "unknown activation 'tanh'"),
-        "gate": ({"activation": "relu2"}, "'relu2' does not fit weights that are gated"),
+        "activation": ({"activation": "tanh"}, "'tanh' of experts with a gate"),
+        "gate": ({"activation": "relu2"}, "'relu2' of experts with a gate"),
         "width": ({"x": x[:, :16]}, r"expected \[tokens, 32\]"),
         "type": ({"x": x.half(), "out": x.half()}, "stored for torch.bfloat16"),
         "out": ({"out": x[:2]}, r"out has shape \(2, 32\)"),

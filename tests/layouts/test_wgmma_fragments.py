@@ -78,9 +78,9 @@ def test_group_scales_come_back(rows: int, groups: int, seed: int, dtype: torch.
 @pytest.mark.parametrize("rows", [16, 64, 1536])
 def test_gate_and_up_rows_interleave(rows: int) -> None:
     matrix = torch.arange(rows * 3).view(rows, 3)
-    stored = wgmma_fragments.interleave_gate_up(matrix)
+    stored = wgmma_fragments.pair_gate_up(matrix)
     assert torch.equal(stored, matrix.view(2, rows // 16, 8, 3).transpose(0, 1).reshape(rows, 3))
-    assert torch.equal(wgmma_fragments.deinterleave_gate_up(stored), matrix)
+    assert torch.equal(wgmma_fragments.unpair_gate_up(stored), matrix)
     assert stored[:16, 0].tolist() == [3 * r for r in (*range(8), *range(rows // 2, rows // 2 + 8))]
 
 

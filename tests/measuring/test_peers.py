@@ -28,7 +28,7 @@ from vllm_moe_oracle.measuring import benchmarks, peers
 from vllm_moe_oracle.measuring.peers import _private_import
 from vllm_moe_oracle.measuring.peers.tokenspeed_mxfp4 import TokenspeedMxfp4
 from vllm_moe_oracle.measuring.peers.triton_kernels_mxfp4 import TritonKernelsMxfp4, TritonKernelsMxfp4FourWarps
-from vllm_moe_oracle.measuring.random_weights import canonical_experts, random_tokens
+from vllm_moe_oracle.measuring.random_weights import random_experts, random_tokens
 
 H200 = known_device("nvidia-h200")
 LAYER = problem(experts=8, top_k=2, hidden_size=320, intermediate_size=192, scheme=MXFP4)
@@ -345,7 +345,7 @@ def test_a_peer_computes_the_layer(
     assert not peer.check(layer, with_triton("3.8.0")).reasons
     layer = dataclasses.replace(layer, local_experts=layer.num_experts // ranks)
     plan = peer.plan(layer, H200)
-    canonical = canonical_experts(layer, "cpu", layer.local_experts)
+    canonical = random_experts(layer, "cpu", layer.local_experts)
     converted = [
         peer.convert({name: each[index] for name, each in canonical.items()}, layer, plan)
         for index in range(layer.local_experts)

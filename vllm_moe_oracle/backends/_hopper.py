@@ -46,8 +46,8 @@ ones."""
 CAPABILITIES = Capabilities(
     compute_capabilities=SM90,
     dtypes=("bfloat16", "float16"),
-    gated=tuple(name for name, spec in ACTIVATIONS.items() if spec.kernel and spec.gated),
-    ungated=tuple(name for name, spec in ACTIVATIONS.items() if spec.kernel and not spec.gated),
+    gated=tuple(name for name, spec in ACTIVATIONS.items() if spec.kernel),
+    ungated=tuple(name for name, spec in ACTIVATIONS.items() if spec.ungated_kernel),
     activation_params=True,
     bias=True,
     hidden_multiple=32,

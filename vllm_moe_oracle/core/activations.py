@@ -1,9 +1,10 @@
 """The activations of experts: one table of what the rest of the package needs to know about each.
 
 A new activation is an entry of `ACTIVATIONS` and its formula in torch (`kernels/activations.py`), which the emulation
-and the kernels' reference compute. If this project's kernels implement it, the entry names it in `kernel`, and its
-formula for them is in `kernels/epilogue.py`. A backend declares the names that it supports in its `Capabilities`: the
-emulation supports the whole table, the Hopper backends every entry with a `kernel`.
+and the kernels' reference compute. If this project's kernels implement it, the entry names it in `kernel` or, for
+experts without a gate, in `ungated_kernel`, and its formula for them is in `kernels/epilogue.py`. A backend declares
+the names that it supports in its `Capabilities`: the emulation supports the whole table, the Hopper backends every
+formula that has such a name.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class ActivationSpec:
         bounds_outputs: alpha bounds the gate and beta bounds ``up``, as a limit does.
         halves_name: vLLM's name for rows in two halves, gate then up, where `name` means rows that alternate; "" where
             `name` means halves.
-        kernel: the name of the formula in our kernels; "" when they do not implement it.
+        kernel: the name of the formula with a gate in our kernels; "" when they do not implement it.
+        ungated_kernel: the same of the formula without a gate.
     """
 
     name: str
@@ -64,6 +66,11 @@ class ActivationSpec:
     bounds_outputs: bool = False
     halves_name: str = ""
     kernel: str = ""
+    ungated_kernel: str = ""
+
+    def kernel_for(self, gated: bool) -> str:
+        """The name of the formula in our kernels for experts with or without a gate; "" when they have none."""
+        return self.kernel if gated else self.ungated_kernel
 
 
 _TABLE = (
@@ -112,7 +119,9 @@ _TABLE = (
         model_types=frozenset({"step3p5", "step5"}),
         quant_config_params=False,
     ),
-    ActivationSpec("relu2", "relu(x) ** 2", gated=False, ungated=True, aliases=("relu_squared",), kernel="relu2"),
+    ActivationSpec(
+        "relu2", "relu(x) ** 2", gated=False, ungated=True, aliases=("relu_squared",), ungated_kernel="relu2"
+    ),
 )
 
 ACTIVATIONS: Mapping[str, ActivationSpec] = MappingProxyType({spec.name: spec for spec in _TABLE})

@@ -81,7 +81,7 @@ def fused_moe_fp8(
         return out
     if pdl is None:
         pdl = torch.cuda.get_device_capability(x.device)[0] >= 9
-    name, *act = resolve_activation(activation, alpha, beta)
+    name, *act = resolve_activation(activation, weights.gated, alpha, beta)
     slots, experts, hidden, inner = tokens * top_k, weights.experts, weights.hidden, weights.intermediate
     parts = _buffers(weights, tokens, top_k, workspace)
     wide, codes, scales, ordered, routers, table = (

@@ -29,8 +29,6 @@ from .launch_config import BATCH_INVARIANT_CONFIG, ConfigTable, LaunchConfig, Ti
 from .prefill_config import PrefillConfig, prefill_errors
 from .weights import PackedMatrix, PackedWeights, dequantize_expert, unpack_expert
 
-_KERNEL_ACTIVATIONS = tuple(name for name, spec in ACTIVATIONS.items() if spec.kernel)
-
 _ALIGN = 256
 
 
@@ -206,20 +204,23 @@ def _compile_options(tile: TileConfig, pdl: bool) -> dict[str, object]:
     return options
 
 
-def resolve_activation(activation: str, alpha: float | None, beta: float | None) -> tuple[str, float, float]:
-    """The kernels' name of an activation, alpha and beta; None means the activation's own value."""
+def resolve_activation(
+    activation: str, gated: bool, alpha: float | None, beta: float | None
+) -> tuple[str, float, float]:
+    """The kernels' name of an activation's formula, alpha and beta; None means the activation's own value."""
     spec = ACTIVATIONS[activation]
-    return spec.kernel, spec.alpha if alpha is None else alpha, spec.beta if beta is None else beta
+    return spec.kernel_for(gated), spec.alpha if alpha is None else alpha, spec.beta if beta is None else beta
 
 
 def check_arguments(x: torch.Tensor, weights: PackedWeights | Fp8Weights, topk_weights: torch.Tensor,
                     topk_ids: torch.Tensor, activation: str, out: torch.Tensor) -> None:  # fmt: skip
     """Raises a ValueError unless the activation, shapes, dtypes, strides and device of a call fit the weights."""
-    if activation not in _KERNEL_ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}; the kernels implement {', '.join(_KERNEL_ACTIVATIONS)}")
-    if ACTIVATIONS[activation].gated != weights.gated:
-        kind = "gated" if weights.gated else "not gated"
-        raise ValueError(f"activation {activation!r} does not fit weights that are {kind}")
+    known = [name for name, spec in ACTIVATIONS.items() if spec.kernel_for(weights.gated)]
+    if activation not in known:
+        kind = "with" if weights.gated else "without"
+        raise ValueError(
+            f"activation {activation!r} of experts {kind} a gate; the kernels implement {', '.join(known)}"
+        )
     if x.dim() != 2 or x.shape[1] != weights.hidden or x.stride(1) != 1:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected [tokens, {weights.hidden}] with contiguous rows")
     if x.dtype != weights.dtype or out.dtype != x.dtype:
@@ -344,7 +345,7 @@ def fused_moe(
         )
     if pdl is None:
         pdl = torch.cuda.get_device_capability(x.device)[0] >= 9
-    name, alpha, beta = resolve_activation(activation, alpha, beta)
+    name, alpha, beta = resolve_activation(activation, weights.gated, alpha, beta)
     slots, hidden, inner, experts = tokens * top_k, weights.hidden, weights.intermediate, weights.experts
     if isinstance(config, PrefillConfig):
         buffers = {

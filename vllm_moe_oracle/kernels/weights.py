@@ -254,7 +254,7 @@ def pack_expert(weights: PackedWeights, which: str, expert: int, codes: torch.Te
         raise ValueError(f"{which} scales of expert {expert} have shape {tuple(scales.shape)}; expected {expected}")
     if (zero_points is not None) != (matrix.zeros is not None) or (bias is not None) != (matrix.bias is not None):
         raise ValueError(f"{which} of expert {expert}: zero points and biases must match what was allocated")
-    interleave = wgmma_fragments.interleave_gate_up if which == "w13" and weights.gated else torch.Tensor.contiguous
+    interleave = wgmma_fragments.pair_gate_up if which == "w13" and weights.gated else torch.Tensor.contiguous
     codes = interleave(codes.view(torch.uint8))
     scales = interleave(scales)
     target = matrix.codes[expert]
@@ -283,7 +283,7 @@ def unpack_expert(
     """
     matrix = weights.w13 if which == "w13" else weights.w2
     rows, columns = matrix.rows, matrix.columns
-    restore = wgmma_fragments.deinterleave_gate_up if which == "w13" and weights.gated else torch.Tensor.contiguous
+    restore = wgmma_fragments.unpair_gate_up if which == "w13" and weights.gated else torch.Tensor.contiguous
     stored = matrix.codes[expert]
     codes = _UNSHUFFLES[weights.format](stored, rows, columns, **_bits_option(weights.format, weights.dtype))
     factors = code_factors(weights.format, weights.dtype, stored.shape[0] * 64, stored.device)[:rows, None]

@@ -61,13 +61,15 @@ def chunk_shape(rows: int, columns: int, bits: int) -> tuple[int, int, int]:
     return padded_rows(rows) // CHUNK_ROWS, -(-columns // chunk_columns(bits)), CHUNK_BYTES
 
 
-def interleave_gate_up(w13: torch.Tensor) -> torch.Tensor:
-    """Interleaves the rows of a gated w13 in eights: codes, scales or biases, `[2 I, ...]`, I a multiple of 8."""
+def pair_gate_up(w13: torch.Tensor) -> torch.Tensor:
+    """Alternates eight gate rows with eight up rows of a w13: codes, scales or biases, `[2 I, ...]`, I a multiple of 8.
+
+    A thread then holds both rows of a pair, which the activation takes."""
     return gate_up.interleave_gate_up(w13, _GATE_UP_PERIOD)
 
 
-def deinterleave_gate_up(stored: torch.Tensor) -> torch.Tensor:
-    """Inverse of `interleave_gate_up`."""
+def unpair_gate_up(stored: torch.Tensor) -> torch.Tensor:
+    """Inverse of `pair_gate_up`."""
     return gate_up.deinterleave_gate_up(stored, _GATE_UP_PERIOD)
 
 

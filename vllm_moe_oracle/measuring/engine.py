@@ -233,7 +233,7 @@ class LayerBench:
         self._layers: dict[str, BackendLayer] = {}
         self._backends = {backend.name: backend for backend in backends}
         self.stock_layers: dict[str, Callable[..., Tensor]] = {}
-        self.experts = random_weights.canonical_experts(problem, context.device.kind, distinct)
+        self.experts = random_weights.random_experts(problem, context.device.kind, distinct)
         for backend in backends:
             with self._timed_phase(f"building {backend.name}", backend.name):
                 try:

@@ -24,7 +24,7 @@ _ZIPF_EXPONENT = 1.0
 """Exponent of Zipf's law for skewed routing: the n-th expert is 1/n as likely as the first."""
 
 
-def canonical_experts(problem: Problem, device: str, count: int = DISTINCT_EXPERTS) -> dict[str, Tensor]:
+def random_experts(problem: Problem, device: str, count: int = DISTINCT_EXPERTS) -> dict[str, Tensor]:
     """Canonical tensors of some experts, `[count, ...]` each. Inputs of magnitude 1 give outputs of magnitude 1."""
     generator = torch.Generator(device=device).manual_seed(0)
     few = dataclasses.replace(problem, num_experts=max(count, problem.top_k), local_experts=count)

@@ -18,10 +18,10 @@ NUM_TOKENS = 16
 """Number of different tokens in a group of a check; calls with more repeat them."""
 
 REPEATED_COUNTS = (1, 2, 4, 8, 32, 64, 3, 5, 6, 10, 11, 12, 13, 14, 15, 24, 48)
-"""Numbers of tokens of repeated calls, in turn: those of CUDA graphs and of decode steps. With `TOKEN_COUNTS` they are
-all up to 16, for each of which a kernel may have a variant of its own."""
+"""Numbers of tokens of repeated calls, in turn: those of CUDA graphs and of decode steps. With `CHECKED_TOKEN_COUNTS`
+they are all up to 16, for each of which a kernel may have a variant of its own."""
 
-TOKEN_COUNTS = (1, 7, 9, NUM_TOKENS, 33, 65)
+CHECKED_TOKEN_COUNTS = (1, 7, 9, NUM_TOKENS, 33, 65)
 """Numbers of tokens of a check's calls: one, no multiples of 8, and more than tiles of 8, 16, 32 and 64 rows."""
 
 ELSEWHERE_TOKEN = 12
@@ -166,7 +166,7 @@ def call_counts(hand_overs: Iterable[int], most: int) -> list[int]:
         most: most tokens of a call.
     """
     both_sides = {size for edge in hand_overs for size in (edge, edge + 1) if edge <= MAX_HAND_OVER}
-    return sorted(count for count in {*TOKEN_COUNTS, *both_sides} if 1 <= count <= most) or [1]
+    return sorted(count for count in {*CHECKED_TOKEN_COUNTS, *both_sides} if 1 <= count <= most) or [1]
 
 
 def large_call(own: Sequence[int], small: Sequence[int], edges: Iterable[int], most: int, host_values: int = 0) -> int:
