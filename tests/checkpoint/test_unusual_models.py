@@ -4,23 +4,20 @@ that vLLM computes without a MoE layer."""
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
 from tests.lib.cli import Run
 from tests.lib.configs import GPTQ
-from tests.lib.releases import INSTALLED, sources
 from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.checkpoint.layer_names import compact_layer_names
 from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
 from vllm_moe_oracle.checkpoint.ranks import Ranks
 from vllm_moe_oracle.errors import CheckpointError, LeftToStockError
-from vllm_moe_oracle.releases.min_versions import OLDEST_RELEASE
-from vllm_moe_oracle.releases.removed_models import LAST_RELEASES, last_release_with
+from vllm_moe_oracle.releases.removed_models import last_release_with
+from vllm_moe_oracle.releases.vllm_names import REMOVED_MODELS
 
 ERNIE_VL: dict[str, Any] = {
     "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"], "model_type": "ernie4_5_moe_vl", "hidden_size": 2560,
@@ -85,21 +82,13 @@ def test_experts_of_zeros_have_no_weights(tmp_path: Path) -> None:
 
 def test_experts_without_a_moe_layer_are_stock_vllms(tmp_path: Path, run: Run) -> None:
     (tmp_path / "config.json").write_text(json.dumps(ARCTIC))
-    last = LAST_RELEASES["ArcticForCausalLM"]
+    last = REMOVED_MODELS["ArcticForCausalLM"]
     with pytest.raises(LeftToStockError, match="vLLM's code of arctic computes its experts itself"):
         find_moe_layers(read_checkpoint(tmp_path), vllm=last)
     found = run("explain", tmp_path, "--device", "h100", "--vllm", last)
     assert found.status == 0 and "left to stock vLLM" in found.out
     found = run("explain", tmp_path, "--device", "h100")
     assert found.status == 2 and f"vLLM has ArcticForCausalLM until {last}" in found.err
-
-
-def test_models_that_a_release_has_no_more_are_those_of_its_registry() -> None:
-    text = (sources(INSTALLED) / "vllm" / "model_executor" / "models" / "registry.py").read_text()
-    (table,) = re.findall(r"_PREVIOUSLY_SUPPORTED_MODELS = \{(.*?)\n\}", text, re.DOTALL)
-    listed = dict(re.findall(r'"(\w+)": "([\d.]+)"', table))
-    oldest = Version(OLDEST_RELEASE)
-    assert {name: last for name, last in listed.items() if Version(last) >= oldest} == LAST_RELEASES
 
 
 @pytest.mark.parametrize("vllm", ["0.23.1", "0.24.0", "0.24.0+cpu", "v0.24.0", "0.24.1", "0.24.1rc2", "0.24.2.dev3"])

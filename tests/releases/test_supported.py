@@ -17,12 +17,14 @@ import torch
 from packaging.version import Version
 
 from tests.lib.releases import ReleaseUnavailable, every_release, sources
+from tests.tools import release_names
 from vllm_moe_oracle import compat
 from vllm_moe_oracle.core import activations
 from vllm_moe_oracle.core.problem import Activation, Device
 from vllm_moe_oracle.errors import StandDown
 from vllm_moe_oracle.releases import min_versions
-from vllm_moe_oracle.releases.supported import MOE_BACKENDS, NEWEST, TESTED_RELEASES, packages_of
+from vllm_moe_oracle.releases.supported import NEWEST, RELEASES, TESTED_RELEASES, packages_of
+from vllm_moe_oracle.releases.vllm_names import MOE_BACKENDS, REMOVED_MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 NEWEST_GROUP = compat.RELEASE_GROUPS[-1]
@@ -31,13 +33,22 @@ NEWEST_GROUP = compat.RELEASE_GROUPS[-1]
 @every_release
 def test_every_value_of_moe_backend_is_known(release: str) -> None:
     """By vLLM's own list; releases before it had an option of its own keep none there."""
-    file = sources(release) / "vllm" / "config" / "kernel.py"
-    text = file.read_text() if file.exists() else ""
-    listed = re.search(r"^MoEBackend = Literal\[(.*?)\]", text, re.MULTILINE | re.DOTALL)
-    if listed is None:
-        assert Version(release) < Version(NEWEST), "the newest release must have the list"
-        return
-    assert set(re.findall(r'"(\w+)"', listed[1])) - {"auto"} <= MOE_BACKENDS
+    listed = release_names.moe_backends(sources(release) / "vllm")
+    assert listed or release != NEWEST, "the newest release must have the list"
+    assert listed <= MOE_BACKENDS
+
+
+def test_names_of_every_supported_release_are_read() -> None:
+    assert not release_names.is_stale(), "run: python -m tests.tools.generate --write"
+    text = release_names.text_of(RELEASES, MOE_BACKENDS, REMOVED_MODELS)
+    assert release_names.FILE.read_text() == text, "the file was edited"
+
+
+@every_release
+def test_models_that_a_release_has_no_more_are_known(release: str) -> None:
+    removed = release_names.removed_models(sources(release) / "vllm", RELEASES[0])
+    assert removed.items() <= REMOVED_MODELS.items()
+    assert release != NEWEST or removed == REMOVED_MODELS
 
 
 @every_release

@@ -119,6 +119,8 @@ def _add_release(tree: TreeCopy) -> None:
             (cache / each.name).symlink_to(each)
     for version in (*RELEASES, _next_release()):
         place = releases.cache() / "releases" / (version if version in RELEASES else NEWEST)
+        if version not in RELEASES and not place.is_dir():
+            place = releases.sources(releases.INSTALLED)
         if place.is_dir():
             (cache / "releases" / version).symlink_to(place)
     tree.environment["XDG_CACHE_HOME"] = str(cache.parent)
@@ -344,6 +346,7 @@ DRILLS: Mapping[str, Drill] = {
             "a row of the table of releases is stale": _stale_row_of_the_table,
             "the workflow's list is stale": edit(".github/workflows/ci.yml", f', "{_next_release()}"]', "]"),
             "the releases are out of order": _releases_out_of_order,
+            "its code was not read": edit(f"{PACKAGE}/releases/vllm_names.py", f'    "{_next_release()}",\n', ""),
             "a script names the release": edit(
                 "examples/setup.sh", "# vLLM asks for", f"# vLLM {_next_release()} asks for"
             ),

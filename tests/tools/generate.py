@@ -8,7 +8,8 @@ Without ``--write`` it says what is stale; `tests/test_readme.py` fails then. Ge
 * the ranges of vLLM in pyproject.toml, and the versions that examples/setup.sh installs
   and examples/kubernetes.yaml names,
 * the recipes in examples/recipes/,
-* the golden decisions, where they were made for another release than the newest.
+* `releases/vllm_names.py`, where a supported release was not read for it,
+* the golden decisions; stock's choices beside them only where they were made for another release than the newest.
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ from pathlib import Path
 from packaging.version import Version
 
 from tests.lib import golden_files, readme_sections
+from tests.lib.golden_decisions import FULL_TEXT_FILE, full_text
 from tests.lib.readme_sections import paragraph
 from tests.tools import (
     accuracy_tables,
     batched_table,
     coverage_table,
     evidence,
+    golden_decisions,
     kernel_tables,
     page_one,
     peers_table,
     ranks_table,
     recipes,
+    release_names,
     serving_tables,
     tile_search_table,
     triton_table,
@@ -284,6 +288,8 @@ def recipe(path: Path) -> Callable[[str], str]:
 
 
 FILES |= {path: recipe(path) for path in recipes.paths()}
+FILES |= {table.path: table.renewed for table in golden_decisions.TABLES}
+FILES[FULL_TEXT_FILE] = lambda _: full_text(golden_decisions.TABLES)
 
 
 def stale_decisions() -> list[Path]:
@@ -317,6 +323,14 @@ def main() -> int:
         stale.append(str(evidence.GOLDEN.relative_to(ROOT)))
         if write:
             subprocess.run([sys.executable, "-m", "tests.tools.evidence", "--write"], cwd=ROOT, check=True)
+    if release_names.is_stale():
+        stale.append(str(release_names.FILE.relative_to(ROOT)))
+        if write:
+            subprocess.run([sys.executable, "-m", "tests.tools.release_names"], cwd=ROOT, check=True)
+    if stale_decisions():
+        stale.append("golden decisions")
+        if write:
+            subprocess.run([sys.executable, "-m", "tests.tools.golden_decisions", "--write"], cwd=ROOT, check=True)
     for path, make in FILES.items():
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         made = make(text)
@@ -325,10 +339,6 @@ def main() -> int:
             if write:
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(made, encoding="utf-8")
-    if stale_decisions():
-        stale.append("golden decisions")
-        if write:
-            subprocess.run([sys.executable, "-m", "tests.tools.golden_decisions", "--write"], cwd=ROOT, check=True)
     print(f"{'written' if write else 'stale'}: {', '.join(stale)}" if stale else "up to date")
     return int(bool(stale) and not write)
 

@@ -24,7 +24,7 @@ from .. import settings
 from ..backends import Backend
 from ..core.problem import SchemeName
 from ..errors import RegistryError, SettingError, describe_error, did_you_mean, is_interruption, sanitize
-from ..releases.supported import MOE_BACKENDS
+from ..releases.vllm_names import MOE_BACKENDS
 from ..settings import AUTO
 from . import watchdog
 from .checked_backend import CheckedBackend, is_own

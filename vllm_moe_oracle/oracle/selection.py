@@ -26,7 +26,8 @@ from ..core.objectives import parse_objective
 from ..core.overrides import first_match
 from ..core.problem import Device, Problem, satisfies_precision
 from ..errors import BackendDefect, NoBackendError, SettingError, did_you_mean
-from ..releases.supported import MOE_BACKENDS, NEWEST
+from ..releases.supported import NEWEST
+from ..releases.vllm_names import MOE_BACKENDS
 from ..settings import AUTO, Settings
 from .checked_backend import is_own
 from .measured_choice import LatencyCurve, MeasuredChoice, choose_fastest

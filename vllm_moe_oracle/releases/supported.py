@@ -82,17 +82,6 @@ def packages_of(kind: str, version: str) -> dict[str, str]:
 DEFAULT_PACKAGES = {"cuda": packages_of("cuda", NEWEST), "cpu": packages_of("cpu", CPU_RELEASES[-1])}
 """Packages of an installation of the newest tested release, by kind of device."""
 
-MOE_BACKENDS = frozenset(
-    {
-        "aiter", "aiter_mega_moe", "aiter_triton_mxfp4_bf16", "aiter_triton_mxfp4_mxfp4", "b12x",
-        "batched_triton", "cutlass", "deep_gemm", "deep_gemm_mega_moe", "emulation", "flashinfer_b12x",
-        "flashinfer_cutedsl", "flashinfer_cutlass", "flashinfer_moe_ep_cutedsl",
-        "flashinfer_moe_ep_mega_cutedsl", "flashinfer_moe_ep_mega_deep_gemm", "flashinfer_trtllm", "flydsl",
-        "hpc", "humming", "marlin", "rdna3", "triton", "triton_unfused",
-    }
-)  # fmt: skip
-"""Values of ``--moe-backend`` beside ``auto`` of every release, for experts of any kind (`vllm.config.kernel`)."""
-
 _ROUTED_EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts"
 
 
