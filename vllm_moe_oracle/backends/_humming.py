@@ -14,16 +14,17 @@ import dataclasses
 import json
 import math
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..core.capabilities import Capabilities, Rule, package_at_least
 from ..core.decision import Numerics, ShardPlan
-from ..core.problem import E8M0_BIAS, MX_BLOCK, Device, Problem
+from ..core.problem import E8M0_BIAS, MX_BLOCK, Device, Problem, SchemeName
 from ..core.sharding import loaded_group_size, round_up
 from ..releases import min_versions
 from ._contract import Builder, Tensors
 from ._padding import order_rows_for_stock
-from ._stock import SM75_DEPARTURE, Departure, StockBackend
+from ._stock import EXPERTS, SM75_DEPARTURE, Departure, StockBackend
 from ._stock_priority import prefers_humming
 from ._stock_rules import FROM_SM75, STOCK_UNGATED, activation_rule, integer_weights, swigluoai_rule
 
@@ -50,52 +51,20 @@ _MX = Capabilities(
     eplb=True,
 )
 
-WNA16_DEPARTURES = (
-    Departure(("situ", "swiglustep"), "the library has a kernel of its own for it, which nobody has run"),
-)
-"""What the classes claim for integer weights and the backends refuse."""
+KernelKind = Literal["indexed", "grouped"]
+"""How kernels find the rows of an expert's tokens."""
 
-MXFP4_DEPARTURES = (
-    *WNA16_DEPARTURES,
-    SM75_DEPARTURE,
-    Departure(
-        ("sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
-        "the order of the codes depends on the CUDA compiler that the library finds",
+_DEPARTURES_OF_KIND: dict[KernelKind, tuple[Departure, ...]] = {
+    "indexed": (),
+    "grouped": (
+        Departure(
+            (),
+            "the grouped kernels run only where an environment variable asks for them",
+            before=min_versions.HUMMING_GROUPED,
+        ),
     ),
-)
-"""The same for MXFP4."""
-
-MXFP8_DEPARTURES = (
-    *MXFP4_DEPARTURES,
-    Departure(
-        tuple(f"{name}_no_mul" for name in STOCK_UNGATED),
-        "vLLM's conversion takes their first matrix for one of twice as many rows",
-        before=min_versions.HUMMING_NON_GATED,
-    ),
-)
-"""The same for MXFP8."""
-
-GROUPED_DEPARTURE = Departure(
-    (), "the grouped kernels run only where an environment variable asks for them", before=min_versions.HUMMING_GROUPED
-)
-"""Which releases the backends over grouped kernels refuse."""
-
-MXFP8_CAPABILITIES = dataclasses.replace(_MX, bits=(8,))
-"""MXFP8 layers that the library supports."""
-
-MXFP4_CAPABILITIES = dataclasses.replace(_MX, bits=(4,))
-"""MXFP4 layers that the library supports."""
-
-WNA16_CAPABILITIES = dataclasses.replace(
-    _MX,
-    compute_capabilities=FROM_SM75,
-    dtypes=("bfloat16", "float16"),
-    bits=(4, 8),
-    groups=(-1, 32, 64, 128),
-    zero_points=True,
-    act_orders=("none", "static"),
-)
-"""Layers with integer weights that the library supports."""
+}
+"""Which releases backends over these kernels refuse, whatever the weights."""
 
 
 def uses_grouped_kernels(problem: Problem, device: Device) -> bool:
@@ -103,12 +72,8 @@ def uses_grouped_kernels(problem: Problem, device: Device) -> bool:
     return problem.parallel.ep > 1 and min_versions.vllm_at_least_on(device, min_versions.HUMMING_GROUPED)
 
 
-def kernel_kind_rule(kind: Literal["indexed", "grouped"]) -> Rule:
-    """vLLM runs the layer with this kind of kernels, and not with the other.
-
-    Args:
-        kind: how the kernels find the rows of an expert's tokens.
-    """
+def _kernel_kind_rule(kind: KernelKind) -> Rule:
+    """vLLM runs the layer with this kind of kernels, and not with the other."""
 
     def detail(problem: Problem, device: Device) -> str:
         if problem.parallel.ep == 1:
@@ -125,27 +90,82 @@ def kernel_kind_rule(kind: Literal["indexed", "grouped"]) -> Rule:
     )
 
 
-WNA16_RULES = (activation_rule(swigluoai_since=min_versions.HUMMING_UNINTERLEAVED),)
-"""Rules for integer weights."""
+@dataclass(frozen=True, slots=True)
+class HummingWeights:
+    """What backends for one scheme declare, whichever kernels they run.
 
-MXFP8_RULES = (
-    *WNA16_RULES,
-    Rule(
-        "activation.vllm_version",
-        lambda problem, device: (
-            not problem.activation.gated and not min_versions.vllm_at_least_on(device, min_versions.HUMMING_NON_GATED)
-        ),
-        lambda problem, device: (
-            f"vLLM runs Humming's kernels on experts without a gate ({problem.activation.name}) since "
-            f"{min_versions.HUMMING_NON_GATED}; before, its own conversion takes their first matrix for one of twice "
-            "as many rows, and no layer of its own is there to compare with"
+    Attributes:
+        scheme: the scheme.
+        capabilities: layers that the library supports.
+        rules: conditions on layers and releases.
+        departures: what the classes claim and the backends refuse; see `StockBackend`.
+    """
+
+    scheme: SchemeName
+    capabilities: Capabilities
+    rules: tuple[Rule, ...]
+    departures: tuple[Departure, ...]
+
+
+WNA16 = HummingWeights(
+    "wna16",
+    dataclasses.replace(
+        _MX,
+        compute_capabilities=FROM_SM75,
+        dtypes=("bfloat16", "float16"),
+        bits=(4, 8),
+        groups=(-1, 32, 64, 128),
+        zero_points=True,
+        act_orders=("none", "static"),
+    ),
+    (activation_rule(swigluoai_since=min_versions.HUMMING_UNINTERLEAVED),),
+    (Departure(("situ", "swiglustep"), "the library has a kernel of its own for it, which nobody has run"),),
+)
+"""Integer weights."""
+
+MXFP4 = HummingWeights(
+    "mxfp4",
+    dataclasses.replace(_MX, bits=(4,)),
+    (swigluoai_rule(halves_since=min_versions.HUMMING_UNINTERLEAVED),),
+    (
+        *WNA16.departures,
+        SM75_DEPARTURE,
+        Departure(
+            ("sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
+            "the order of the codes depends on the CUDA compiler that the library finds",
         ),
     ),
 )
-"""Rules for MXFP8."""
+"""MXFP4 weights."""
 
-MXFP4_RULES = (swigluoai_rule(halves_since=min_versions.HUMMING_UNINTERLEAVED),)
-"""Rules for MXFP4."""
+MXFP8 = HummingWeights(
+    "mxfp8",
+    dataclasses.replace(_MX, bits=(8,)),
+    (
+        *WNA16.rules,
+        Rule(
+            "activation.vllm_version",
+            lambda problem, device: (
+                not problem.activation.gated
+                and not min_versions.vllm_at_least_on(device, min_versions.HUMMING_NON_GATED)
+            ),
+            lambda problem, device: (
+                f"vLLM runs Humming's kernels on experts without a gate ({problem.activation.name}) since "
+                f"{min_versions.HUMMING_NON_GATED}; before, its own conversion takes their first matrix for one of "
+                "twice as many rows, and no layer of its own is there to compare with"
+            ),
+        ),
+    ),
+    (
+        *MXFP4.departures,
+        Departure(
+            tuple(f"{name}_no_mul" for name in STOCK_UNGATED),
+            "vLLM's conversion takes their first matrix for one of twice as many rows",
+            before=min_versions.HUMMING_NON_GATED,
+        ),
+    ),
+)
+"""MXFP8 weights."""
 
 
 def code_layout(device: Device) -> Literal["interleaved", "transposed"]:
@@ -226,14 +246,30 @@ def _busiest_rank_slots(choices: int, ranks: int) -> int:
 class HummingBackend(StockBackend):
     """A backend over one of vLLM's classes over Humming. Weights convert exactly.
 
+    A subclass names its weights and its kind of kernels, from which the rest follows:
+    ``class HummingMxfp8(HummingBackend, weights=MXFP8, kernels="indexed")``. One that names neither has those of its
+    base.
+
     Attributes:
         preferred_priority: its `priority` on devices where vLLM moves Humming directly before Marlin.
+        more_departures: those of this backend alone.
     """
 
     vllm_names = ("humming",)
     stock_kernel = "HUMMING"
     activation_precision = "16bit"
     preferred_priority: ClassVar[float]
+    more_departures: ClassVar[tuple[Departure, ...]] = ()
+
+    def __init_subclass__(cls, weights: HummingWeights | None = None, kernels: KernelKind | None = None) -> None:
+        super().__init_subclass__()
+        if weights is None or kernels is None:
+            return
+        cls.schemes = (weights.scheme,)
+        cls.stock_class = f"{EXPERTS}.fused_humming_moe:Humming{kernels.title()}Experts"
+        cls.capabilities = weights.capabilities
+        cls.rules = (*weights.rules, _kernel_kind_rule(kernels))
+        cls.departures = (*weights.departures, *_DEPARTURES_OF_KIND[kernels], *cls.more_departures)
 
     def priority(self, problem: Problem, device: Device) -> float:
         """Directly before Marlin on sm_90, as in stock vLLM."""

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from ..releases import min_versions
-from ._humming import MXFP4_CAPABILITIES, MXFP4_DEPARTURES, MXFP4_RULES, HummingBackend, kernel_kind_rule
-from ._stock import EXPERTS, Departure
+from ._humming import MXFP4, HummingBackend
+from ._stock import Departure
 
 
-class HummingMxfp4(HummingBackend):
+class HummingMxfp4(HummingBackend, weights=MXFP4, kernels="indexed"):
     """vLLM's `HummingIndexedExperts` on MXFP4 weights."""
 
     name = "humming_mxfp4"
-    schemes = ("mxfp4",)
-    stock_class = f"{EXPERTS}.fused_humming_moe:HummingIndexedExperts"
     static_priority = 72.0
     preferred_priority = 52.0
-    capabilities = MXFP4_CAPABILITIES
-    departures = (
-        *MXFP4_DEPARTURES,
+    more_departures = (
         Departure((), "brings a humming-kernels that nobody here has looked at", before=min_versions.HUMMING),
     )
-    rules = (*MXFP4_RULES, kernel_kind_rule("indexed"))
 
 
 BACKEND = HummingMxfp4()
