@@ -61,6 +61,24 @@ def test_alpha_and_beta_of_the_formula() -> None:
     assert activations.alpha_beta(Activation("swigluoai", alpha=2.0)) == (2.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("activation", "formula", "changed"),
+    [
+        (Activation("silu"), "", ()),
+        (Activation("silu", alpha=1.0, beta=0.0), "silu", ()),
+        (Activation("silu", alpha=1.702, beta=1.0, limit=7.0), "", ("alpha", "beta", "limit")),
+        (Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0), "", ()),
+        (Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0), "silu", ("alpha", "beta", "limit")),
+        (Activation("swigluoai"), "", ("limit",)),
+        (Activation("swiglustep", limit=7.0), "", ()),
+        (Activation("unheard_of", alpha=0.0), "", ("alpha",)),
+    ],
+    ids=lambda value: str(value),
+)
+def test_what_a_formula_does_not_have_built_in(activation: Activation, formula: str, changed: tuple[str, ...]) -> None:
+    assert activations.changed_parameters(activation, formula) == changed
+
+
 def test_names_of_configs_become_canonical() -> None:
     names = {"swish": "silu", "gelu_new": "gelu_tanh", "relu2_no_mul": "relu2", " SiLU ": "silu"}
     names |= {"swigluoai_uninterleave": "swigluoai", "unheard_of": "unheard_of"}

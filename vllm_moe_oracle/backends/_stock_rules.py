@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.activations import ACTIVATIONS, with_defaults
+from ..core.activations import ACTIVATIONS, changed_parameters, with_defaults
 from ..core.capabilities import Rule
 from ..core.problem import Activation, Device, Problem
 from ..core.sharding import padded_plan
@@ -52,8 +52,25 @@ def lora_rule(padding: tuple[int, int]) -> Rule:
     )
 
 
-def _has_neutral_alpha_beta(activation: Activation) -> bool:
-    return activation.alpha in (None, 1.0) and activation.beta in (None, 0.0)
+def _alpha_or_beta_of_silu(problem: Problem) -> str:
+    """Why a kernel that takes a limit of silu, and no more, computes another activation; "" where it does not."""
+    changed = changed_parameters(problem.activation, "silu")
+    if "alpha" not in changed and "beta" not in changed:
+        return ""
+    return f"uses alpha 1 and beta 0 for silu, the layer has {problem.activation}"
+
+
+SILU_RULE = Rule(
+    "activation.parameters",
+    lambda problem, device: bool(_alpha_or_beta_of_silu(problem)),
+    lambda problem, device: _alpha_or_beta_of_silu(problem),
+)
+"""A rule of kernels that take a limit of silu, and neither alpha nor beta."""
+
+
+def lacks_parameters_of_swigluoai(activation: Activation) -> bool:
+    """Whether a kernel that takes alpha and a limit of ``swigluoai`` and has its beta built in lacks one of them."""
+    return activation.alpha is None or activation.limit is None or activation.beta != GPT_OSS_ACTIVATION.beta
 
 
 def _activation_mismatch(problem: Problem, device: Device, swigluoai_since: str) -> str:
@@ -68,15 +85,13 @@ def _activation_mismatch(problem: Problem, device: Device, swigluoai_since: str)
             return f"vLLM has situ since {min_versions.SITU}"
         known = (activation.alpha or 0.0) > 0 and activation.limit is None
         return "" if known else f"asks an alpha above 0 of situ, and no limit; the layer has {activation}"
-    neutral = _has_neutral_alpha_beta(activation)
+    if activation.name == "silu" and activation.gated:
+        return _alpha_or_beta_of_silu(problem)
+    if not changed_parameters(activation):
+        return ""
     if activation.name == "swiglustep":
         limit = ACTIVATIONS["swiglustep"].limit
-        known = neutral and activation.limit == limit
-        return "" if known else f"has the limit {limit:g} built in for swiglustep, the layer has {activation}"
-    if activation.name == "silu" and activation.gated:
-        return "" if neutral else f"uses alpha 1 and beta 0 for silu, the layer has {activation}"
-    if neutral and activation.limit is None:
-        return ""
+        return f"has the limit {limit:g} built in for swiglustep, the layer has {activation}"
     return f"passes no alpha, beta or limit to its {activation.name}, the layer has {activation}"
 
 

@@ -19,7 +19,7 @@ import math
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..core.activations import alpha_beta, spec_of, with_defaults
+from ..core.activations import changed_parameters, with_defaults
 from ..core.capabilities import Capabilities, Rule
 from ..core.decision import Numerics, ShardPlan
 from ..core.problem import Device, Problem
@@ -58,13 +58,6 @@ def _too_large(problem: Problem, device: Device) -> bool:
     return device.memory_gib > 0 and _memory_gib(problem) > _MEMORY_SHARE * device.memory_gib
 
 
-def _has_other_parameters(problem: Problem, device: Device) -> bool:
-    """Whether the activation's parameters are not those of its formula, which the operator has built in."""
-    activation = with_defaults(problem.activation)
-    spec = spec_of(activation)
-    return (*alpha_beta(activation), activation.limit) != (spec.alpha, spec.beta, spec.limit)
-
-
 class CpuDequantized(Backend):
     """All three families of weights. The operator accumulates in float32."""
 
@@ -91,7 +84,7 @@ class CpuDequantized(Backend):
     rules = (
         Rule(
             "activation.parameters",
-            _has_other_parameters,
+            lambda problem, device: bool(changed_parameters(with_defaults(problem.activation))),
             lambda problem, device: (
                 f"has the parameters of {problem.activation.name} built in, and the layer has {problem.activation}"
             ),

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..core.activations import changed_parameters
 from ..core.capabilities import Capabilities, Rule
 from ..core.decision import Numerics, ShardPlan
-from ..core.problem import MX_BLOCK, Problem
+from ..core.problem import MX_BLOCK, Device, Problem
 from ..releases import min_versions
 from ._contract import Backend, Builder, Tensors
 from ._cpu import fill_empty_slots, require_operator, write_contiguous
 from ._stock import schema_arguments
+from ._stock_rules import lacks_parameters_of_swigluoai
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,11 +29,10 @@ _SILU, _SWIGLU = 0, 1
 """Its numbers of activations: ``CPUActMethod``. Releases without the argument tell SwiGLU-OAI by alpha and limit."""
 
 
-def _passes_activation_params(problem: Problem) -> bool:
-    activation = problem.activation
-    if activation.name == "swigluoai":
-        return activation.alpha is not None and activation.limit is not None and activation.beta == 1.0
-    return activation.alpha in (None, 1.0) and activation.beta in (None, 0.0) and activation.limit is None
+def _rejects_activation(problem: Problem, device: Device) -> bool:
+    if problem.activation.name == "swigluoai":
+        return lacks_parameters_of_swigluoai(problem.activation)
+    return bool(changed_parameters(problem.activation, "silu"))
 
 
 class CpuMxfp4(Backend):
@@ -60,7 +61,7 @@ class CpuMxfp4(Backend):
     rules = (
         Rule(
             "activation.parameters",
-            lambda problem, device: not _passes_activation_params(problem),
+            _rejects_activation,
             lambda problem, device: (
                 f"takes alpha and limit of swigluoai, whose beta is 1, and nothing of silu; the layer has "
                 f"{problem.activation}"

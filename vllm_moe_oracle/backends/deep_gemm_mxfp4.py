@@ -5,12 +5,13 @@ Activations are e4m3 with one scale per 128. Both sizes are zero-padded to multi
 
 from __future__ import annotations
 
-from ..core.capabilities import Capabilities, Rule
+from ..core.capabilities import Capabilities
 from ..core.decision import Numerics
 from ..core.problem import MX_BLOCK
 from ..releases import min_versions
 from ._deep_gemm import ACTIVATED_APART, SIZE_MULTIPLE, DeepGemmBackend
 from ._stock import EXPERTS, UNPROVEN_EPLB, Departure
+from ._stock_rules import SILU_RULE
 
 
 class DeepGemmMxfp4(DeepGemmBackend):
@@ -41,7 +42,7 @@ class DeepGemmMxfp4(DeepGemmBackend):
         packages={"vllm": min_versions.DEEP_GEMM_MXFP4_PACKED},
         dtypes=("bfloat16",),
         gated=("silu",),
-        # Only the limit reaches the kernel; the rule below refuses alpha and beta.
+        # Only the limit reaches the kernel.
         activation_params=True,
         # The class adds no biases.
         bias=False,
@@ -51,15 +52,7 @@ class DeepGemmMxfp4(DeepGemmBackend):
         intermediate_multiple=SIZE_MULTIPLE,
         apply_router_weight_on_input=True,
     )
-    rules = (
-        Rule(
-            "activation.parameters",
-            lambda problem, device: (
-                problem.activation.alpha not in (None, 1.0) or problem.activation.beta not in (None, 0.0)
-            ),
-            lambda problem, device: f"uses alpha 1 and beta 0 for silu, the layer has {problem.activation}",
-        ),
-    )
+    rules = (SILU_RULE,)
 
 
 BACKEND = DeepGemmMxfp4()

@@ -11,7 +11,7 @@ from ..core.capabilities import Rule
 from ..core.problem import Device, Problem
 from ..releases import min_versions
 from ._stock import EXPERTS, UNPROVEN_EPLB, UNPROVEN_LORA, Departure
-from ._stock_rules import activation_rule
+from ._stock_rules import activation_rule, lacks_parameters_of_swigluoai
 from ._triton_kernels import EMPTY_SLOTS_RULE, RULES, TritonKernelsBackend
 
 _HALVES_RULE = activation_rule(swigluoai_since=min_versions.TRITON_KERNELS_UNINTERLEAVED)
@@ -20,7 +20,7 @@ _HALVES_RULE = activation_rule(swigluoai_since=min_versions.TRITON_KERNELS_UNINT
 def _rejects_activation(problem: Problem, device: Device) -> bool:
     activation = problem.activation
     if activation.interleaved:
-        return activation.beta != 1.0 or activation.alpha is None or activation.limit is None
+        return lacks_parameters_of_swigluoai(activation)
     return _HALVES_RULE.violated(problem, device)
 
 

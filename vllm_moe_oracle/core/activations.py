@@ -178,6 +178,20 @@ def alpha_beta(activation: Activation) -> tuple[float, float]:
     )
 
 
+def changed_parameters(activation: Activation, formula: str = "") -> tuple[str, ...]:
+    """Which of alpha, beta and limit the layer has otherwise than a formula has them built in.
+
+    Where the layer states no alpha or beta, it has the formula's; where it states no limit, it has none.
+
+    Args:
+        activation: the layer's.
+        formula: the name in the table of what a kernel computes; the layer's own activation by default.
+    """
+    spec = ACTIVATIONS[formula] if formula else spec_of(activation)
+    changed = [name for name in ("alpha", "beta") if getattr(activation, name) not in (None, getattr(spec, name))]
+    return (*changed, *["limit"] * (activation.limit != spec.limit))
+
+
 def undefined_parameters(activation: Activation) -> tuple[str, ...]:
     """What the layer states of alpha, beta and limit, but its formula does not use, and no reference could check.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...backends import Builder, Tensors
-from ...core.activations import alpha_beta
+from ...core.activations import alpha_beta, changed_parameters
 from ...core.capabilities import Capabilities, Rule
 from ...core.decision import Numerics, ShardPlan
 from ...core.problem import MX_BLOCK, Device, Problem
@@ -31,10 +31,9 @@ _EXPERTS_PER_WORD = 32
 
 
 def _rejects_activation(problem: Problem, device: Device) -> bool:
-    alpha, beta = alpha_beta(problem.activation)
     if problem.activation.name == "swigluoai":
-        return beta != 1.0
-    return (alpha, beta, problem.activation.limit) != (1.0, 0.0, None)
+        return "beta" in changed_parameters(problem.activation)
+    return bool(changed_parameters(problem.activation, "silu"))
 
 
 def _is_not_power_of_two(problem: Problem, device: Device) -> bool:
