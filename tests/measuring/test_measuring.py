@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lib.cases import MXFP8_W8A8, problem
+from tests.lib.cases import MXFP8_W8A8, problem, registry
 from tests.lib.fake_backends import (
     FAST,
     HERE,
@@ -41,6 +41,7 @@ from vllm_moe_oracle.measurements.store import Store
 from vllm_moe_oracle.measuring import benchmarks, engine, precompile, random_weights, timing, tuning
 from vllm_moe_oracle.measuring.broken_context import BrokenContextError
 from vllm_moe_oracle.oracle import selection as oracle_module
+from vllm_moe_oracle.oracle import watchdog
 from vllm_moe_oracle.releases.supported import NEWEST
 
 
@@ -112,6 +113,42 @@ def test_what_is_wrong_is_not_timed(ready: engine.BenchContext, fault: str) -> N
     assert found["right"].failure == "" and found["right"].us > 0
     assert "wrong" in bench.failures and ("wrong" not in found or found["wrong"].us == 0)
     assert "\n" not in bench.failures["wrong"]
+    bench.close()
+
+
+def test_what_runs_is_known_where_the_process_ends(ready: engine.BenchContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[list[watchdog.Activity]] = []
+    monkeypatch.setattr(watchdog._activities, "_observer", lambda running: told.append([*running]))
+    bench = ready.bench(LAYERS["mxfp8"], [registry([Slowed("one", 1.0)])["one"]])
+    bench.measure(8, "uniform", 3)
+    bench.close()
+    place, remedy = f"of {LAYERS['mxfp8'].layer}", "MOE_ORACLE_DISABLE=one leaves it out"
+    for phase, part in (
+        ("building one", "method convert"),
+        ("building one", "experts"),
+        ("first calls one", "kernel"),
+        ("graphs", "kernel"),
+    ):
+        assert [(f"the phase {phase!r} {place}", remedy), (f"backend one: its {part}", remedy)] in told
+    assert [(f"the phase 'timing' {place}", "")] in told and told[-1] == []
+
+
+@pytest.mark.parametrize("own_class", [False, True])
+def test_a_backend_that_exits_is_not_timed(ready: engine.BenchContext, own_class: bool) -> None:
+    class Exiting(Slowed):
+        def build_experts(self, tensors: Any, problem: Problem, plan: Any, builder: Any) -> Any:
+            def exits(*args: Any, **kwargs: Any) -> None:
+                raise SystemExit(0)
+
+            experts = builder.from_function(exits)
+            if own_class:
+                experts.apply = exits
+            return experts
+
+    backends = registry([Slowed("right", 1.0), Exiting("exiting", 2.0)])
+    bench = ready.bench(LAYERS["mxfp8"], [*backends])
+    found = {each.backend: each for each in bench.measure(8, "uniform", 3)}
+    assert found["right"].us > 0 and "its kernel raised SystemExit: 0" in bench.failures["exiting"]
     bench.close()
 
 

@@ -1,8 +1,14 @@
-"""What a backend's methods set in the process is put back, whichever of them sets it while a layer is loaded."""
+"""What a backend's methods set in the process is put back, whichever of them sets it while a layer is loaded.
+
+A class of experts is watched likewise: vLLM's kernel is built over it, and it is called to be checked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +16,12 @@ import torch
 
 pytest.importorskip("vllm", reason="methods are vLLM's")
 
-from tests.lib import method_layers
+from tests.lib import faulty_backends, method_layers
+from tests.lib.cases import registry
 from tests.lib.faulty_backends import Faulty
 from tests.lib.method_layers import Layer, created, load_random
+from vllm_moe_oracle.compat import current_adapter
+from vllm_moe_oracle.errors import BackendDefect, SelfCheckError
 from vllm_moe_oracle.methods import load_caches
 from vllm_moe_oracle.oracle.checked_backend import METHODS
 from vllm_moe_oracle.verification import process_state
@@ -65,3 +74,108 @@ def test_a_method_leaves_no_setting_behind(
     with process_state.kept() as changed:
         made.process_weights_after_loading(layer)
     assert not changed and calls
+
+
+# --- Classes of experts -----------------------------------------------------------------------------------------------
+
+PLACES = ("kernel", "check", "check after the conversion")
+
+
+def own_class(place: str, act: Callable[[], object]) -> Any:
+    """A right backend with experts of a class of its own, which acts when vLLM's kernel is built or it is called."""
+
+    class Built(Faulty):
+        def build_experts(self, tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
+            experts = super().build_experts(tensors, problem, plan, builder)
+            called = PLACES[1 + builder.for_serving]
+
+            class Own(type(experts)):  # type: ignore[misc]  # whatever class it is
+                def is_monolithic(self) -> bool:
+                    if builder.for_serving and place == "kernel":
+                        act()
+                    return False
+
+                def apply(self, *args: Any, **kwargs: Any) -> Any:
+                    if place == called:
+                        act()
+                    return super().apply(*args, **kwargs)
+
+            experts.__class__ = Own
+            return experts
+
+    return Built("theirs")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_own_class_that_exits_is_named(config: Any, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server would end with the status 0, as if it had been stopped."""
+
+    def exits() -> None:
+        raise SystemExit(0)
+
+    method_layers.use_backends([own_class(place, exits)], monkeypatch)
+    layer = Layer()
+    made = created(config, layer)
+    load_random(layer, 0)
+    error = BackendDefect if place == "kernel" else SelfCheckError
+    with pytest.raises(error, match=r"backend theirs: its (kernel|experts) raised SystemExit: 0") as caught:
+        made.process_weights_after_loading(layer)
+    assert "MOE_ORACLE_DISABLE=theirs" in str(caught.value)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_own_class_prints_to_standard_error(
+    config: Any, place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def prints() -> None:
+        print("printed")
+        os.write(1, b"written")
+
+    method_layers.use_backends([own_class(place, prints)], monkeypatch)
+    layer = Layer()
+    made = created(config, layer)
+    load_random(layer, 0)
+    made.process_weights_after_loading(layer)
+    written = capfd.readouterr()
+    assert "printed" in written.err and "written" in written.err
+    assert "printed" not in written.out and "written" not in written.out
+
+
+def test_settings_that_an_own_class_leaves_are_put_back(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    method_layers.use_backends([own_class("kernel", lambda: torch.set_default_dtype(torch.float16))], monkeypatch)
+    layer = Layer()
+    made = created(config, layer)
+    load_random(layer, 0)
+    with process_state.kept() as changed:
+        made.process_weights_after_loading(layer)
+    assert not changed
+
+
+@pytest.mark.parametrize("act", ["raise SystemExit(0)", "raise KeyError('no')", "raise NotImplementedError"])
+@pytest.mark.parametrize("when", ["imported", "asked"])
+def test_a_stock_class_of_a_third_party_is_watched(
+    act: str, when: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def acts(*args: Any) -> tuple[bool, None]:
+        print("printed")
+        exec(act)
+        return True, None
+
+    class Theirs(Faulty):
+        stock_class = "moe_theirs:Experts"
+
+    class Lazy(SimpleNamespace):
+        def __getattr__(self, name: str) -> Any:
+            return acts()
+
+    asked = SimpleNamespace(Experts=SimpleNamespace(is_supported_config=acts))
+    monkeypatch.setitem(sys.modules, "moe_theirs", asked if when == "asked" else Lazy())  # type: ignore[arg-type]
+    layer = faulty_backends.LAYERS["silu"]
+    found = registry([Theirs("theirs")])["theirs"]
+    words = current_adapter().stock_class_rejection(found, faulty_backends.moe_config(layer), layer)
+    if when == "asked" and "NotImplemented" in act:  # a class may leave the question open
+        assert words == ""
+    else:
+        assert "backend theirs: its stock class raised" in words and "MOE_ORACLE_DISABLE=theirs" in words
+    written = capfd.readouterr()
+    assert "printed" in written.err and not written.out

@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import signal
+import sys
 from typing import Any, get_args
 
 import numpy as np
@@ -19,7 +20,8 @@ from vllm_moe_oracle.backends import Backend
 from vllm_moe_oracle.core.decision import Accepted, Reason, Rejected, TokenRange
 from vllm_moe_oracle.core.problem import ActivationPrecision
 from vllm_moe_oracle.errors import BackendDefect, NoBackendError, RegistryError, is_interruption
-from vllm_moe_oracle.oracle.checked_backend import ATTRIBUTES, METHODS, CheckedBackend
+from vllm_moe_oracle.oracle.checked_backend import ATTRIBUTES, METHODS, CheckedBackend, watched_calls
+from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide, evaluate_candidates
 from vllm_moe_oracle.settings import load
 
@@ -155,45 +157,44 @@ def test_sound_answers_pass_unchanged() -> None:
     assert isinstance(reasons.check(LAYER, CPU), Accepted | Rejected)
 
 
-class Functions:
-    """A builder of experts that are the function itself."""
-
-    max_tokens = 8
-
-    def __init__(self, for_serving: bool) -> None:
-        self.for_serving = for_serving
-
-    def from_function(self, forward: Any) -> Any:
-        return forward
-
-    def from_workspace_function(self, forward: Any, nbytes: Any) -> Any:
-        return forward
-
-
-@pytest.mark.parametrize("way", ["from_function", "from_workspace_function"])
-@pytest.mark.parametrize("for_serving", [False, True])
-def test_a_kernel_that_is_only_tried_cannot_end_the_process(
-    way: str, for_serving: bool, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Nor write to standard output, which may hold JSON. While it serves, nothing stands between vLLM and it."""
-
-    def kernel(*args: Any) -> None:
+@pytest.mark.parametrize(
+    "raised", [SystemExit(0), KeyboardInterrupt(), type("Stop", (BaseException,), {})("now")], ids=repr
+)
+def test_what_a_backend_built_cannot_end_the_process(raised: BaseException, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nor write to standard output, which may hold JSON; whatever class it is of."""
+    limit = sys.getrecursionlimit()
+    with (
+        pytest.raises(BackendDefect, match=f"backend strange: its kernel raised {type(raised).__name__}") as caught,
+        watched_calls(registry([backend("strange")])["strange"], "kernel"),
+    ):
         print("a kernel's words")
         os.write(1, b"and those below Python")
-        raise SystemExit(0)
-
-    def build(self: Any, tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
-        return getattr(builder, way)(kernel, *([len] if way == "from_workspace_function" else []))
-
-    made = type("Ending", (Plain,), {"name": "ending", "build_experts": build})()
-    experts = registry([made])["ending"].build_experts({}, LAYER, ARGUMENTS["plan"], Functions(for_serving))
-    if for_serving:
-        assert experts is kernel
-        return
-    with pytest.raises(BackendDefect, match="backend ending: its kernel raised SystemExit: 0"):
-        experts()
+        sys.setrecursionlimit(limit + 1)
+        raise raised
+    assert "MOE_ORACLE_DISABLE=strange" in caught.value.remedy and sys.getrecursionlimit() == limit
     written = capfd.readouterr()
     assert not written.out and "a kernel's words" in written.err and "below Python" in written.err
+
+
+def test_what_a_call_may_raise_passes() -> None:
+    """Who calls a kernel says which call it was; of a class that is asked, little may pass."""
+    theirs = registry([backend("strange")])["strange"]
+    with pytest.raises(ZeroDivisionError), watched_calls(theirs, "kernel"):
+        _ = 1 / 0
+    with (
+        pytest.raises(BackendDefect, match="its stock class raised ZeroDivisionError"),
+        watched_calls(theirs, "stock class", (NotImplementedError,)),
+    ):
+        _ = 1 / 0
+
+
+@pytest.mark.parametrize("name", ["emulation", None])
+def test_own_backends_are_not_watched(name: str | None, capfd: pytest.CaptureFixture[str]) -> None:
+    found = None if name is None else default_registry()[name]
+    with pytest.raises(SystemExit), watched_calls(found, "kernel"):
+        print("an answer")
+        raise SystemExit(0)
+    assert capfd.readouterr().out == "an answer\n"
 
 
 # --- What must pass ---------------------------------------------------------------------------------------------------

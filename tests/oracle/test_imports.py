@@ -122,7 +122,7 @@ def test_the_log_names_an_entry_point_before_and_while_it_is_imported(
         found = discover(install(tmp_path, {"slow": waiting + GOOD}))
     assert not found.load_errors and NAMED.is_set()
     assert "importing the backend of entry point 'slow' = third_party_slow:BACKEND" in seen[0]
-    assert "entry point 'slow' = third_party_slow:BACKEND has been importing for" in seen[1]
+    assert "the import of entry point 'slow' = third_party_slow:BACKEND has been running for" in seen[1]
     assert "MOE_ORACLE_DISABLE=slow leaves it out" in seen[1]
 
 
@@ -177,6 +177,9 @@ def test_status_reports_it_and_other_commands_name_it_first(tmp_path: Path) -> N
     config.write_text("{}")
     explained = tool(tmp_path, "explain", str(config), "--device", "nvidia-h200")
     assert "importing the backend of entry point 'exits' = third_party_exits:BACKEND of theirs 1.0" in explained.stderr
+    assert (explained.returncode, explained.stdout) == (1, "")
+    said = "ended with status 0 before it was done, in the import of entry point 'exits' = third_party_exits:BACKEND"
+    assert f"error: the process of the command {said} of theirs 1.0; MOE_ORACLE_DISABLE=exits" in explained.stderr
     without = tool(tmp_path, "status", "--json", MOE_ORACLE_DISABLE="exits")
     assert (
         "not imported: disabled by environment variable MOE_ORACLE_DISABLE"

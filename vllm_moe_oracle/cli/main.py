@@ -14,15 +14,16 @@ import signal
 import sys
 import textwrap
 import threading
+import traceback
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
 from typer.core import TyperArgument, TyperCommand
 
 from .. import __version__
-from ..errors import OracleError, PrintableFilter, printable
+from ..errors import OracleError, PrintableFilter, describe_error, is_interruption, printable
 from ..oracle.watchdog import WATCHED_LOGGER
-from . import EXIT_INTERRUPTED, EXIT_INVALID_INPUT, commands, output, usage_hints
+from . import EXIT_INTERRUPTED, EXIT_INVALID_INPUT, EXIT_UNHEALTHY, child_process, commands, output, usage_hints
 
 logging.getLogger("vllm.moe_oracle").addFilter(PrintableFilter())
 
@@ -50,6 +51,17 @@ class _Command(TyperCommand):
         """Takes vLLM's names of options, too."""
         options = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
         return super().parse_args(ctx, usage_hints.with_own_names(args, options, ctx.ignore_unknown_options))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command, which ends with a status of its own alone: nothing in it may exit as if it were done."""
+        try:
+            return super().invoke(ctx)
+        except SystemExit as error:
+            if is_interruption(error):
+                raise SystemExit(error.code or EXIT_UNHEALTHY) from error
+            last = [*traceback.walk_tb(error.__traceback__)][-1]
+            rule = f"code that is no part of this tool asked to end it ({describe_error(error)})"
+            raise OracleError(rule, where=f"{last[0].f_code.co_filename}, line {last[1]}") from error
 
     def get_help(self, ctx: Any) -> str:
         """The help; lines are broken at spaces alone, and the list of exit statuses is fitted to the terminal, too."""
@@ -206,15 +218,17 @@ def main() -> None:
 
 
 def run() -> None:
-    """The tool as a process of its own: `main`, then an end without taking down what was imported.
+    """The tool as a process of its own: `main` in a child process, then an end without taking down what was imported.
 
     vLLM's import leaves more than 4,000 modules, for which that takes a second. What is registered for the end runs.
     Threads that third parties' backends may have left are named, and not waited for.
     """
+    child_process.begin()
     try:
         main()
     except SystemExit as ended:
         status = 0 if ended.code is None else ended.code
+        child_process.finish(status if isinstance(status, int) else EXIT_UNHEALTHY)
         others = [each for each in threading.enumerate() if each is not threading.main_thread() and not each.daemon]
         if not isinstance(status, int) or not ("torch" in sys.modules or others):
             raise
@@ -230,6 +244,9 @@ def run() -> None:
             sys.stderr.flush()
             sys.stdout.flush()
         os._exit(status)
+    except BaseException:  # a traceback says what ended it
+        child_process.finish(EXIT_UNHEALTHY)
+        raise
 
 
 if __name__ == "__main__":

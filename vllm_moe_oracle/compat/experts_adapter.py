@@ -14,7 +14,8 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivati
 from ..backends import Backend
 from ..core.decision import ShardPlan
 from ..core.problem import Problem
-from ..errors import OracleError
+from ..errors import BackendDefect, OracleError
+from ..oracle.checked_backend import watched_calls
 from . import humming
 from .engine_adapter import EngineAdapter
 from .function_experts import FunctionExperts
@@ -31,7 +32,9 @@ class ExpertsAdapter(EngineAdapter):
     """Queries and builds vLLM's own expert classes."""
 
     def stock_class_rejection(self, backend: Backend, moe: Any, problem: Problem) -> str:
-        """Why the stock class that a backend wraps rejects the layer; "" when it accepts it, or gives no answer."""
+        """Why the stock class that a backend wraps rejects the layer; "" when it accepts it, or gives no answer.
+
+        A third party's class that raises rejects it."""
         scheme = problem.scheme.name
         if not (backend.stock_class and backend.check_stock_class):
             return ""
@@ -43,11 +46,14 @@ class ExpertsAdapter(EngineAdapter):
         inputs = None if name is None else getattr(quant_utils, name)
         batched = moe.moe_parallel_config.use_batched_activation_format
         activation_format = FusedMoEActivationFormat.BatchedExperts if batched else FusedMoEActivationFormat.Standard
-        found = self.experts_class(backend)
         try:
-            supported, reason = found.is_supported_config(found, moe, weights, inputs, activation_format)
+            found = self.experts_class(backend)
+            with watched_calls(backend, "stock class", (NotImplementedError,)):
+                supported, reason = found.is_supported_config(found, moe, weights, inputs, activation_format)
         except NotImplementedError:  # some classes of older releases leave the question open
             return ""
+        except BackendDefect as error:
+            return str(error)
         return "" if supported else str(reason)
 
     def is_emulated_by_stock(self, method: Any) -> bool:
@@ -62,8 +68,16 @@ class ExpertsAdapter(EngineAdapter):
         return getattr(method, "emulate", False) is True or any("emulation" in each.lower() for each in chosen)
 
     def experts_class(self, backend: Backend) -> Any:
-        """The class of the experts that a backend builds; stock code queries it before weights are loaded."""
-        return self.stock_class(backend.stock_class) if backend.stock_class else FunctionExperts
+        """The class of the experts that a backend builds; stock code queries it before weights are loaded.
+
+        Raises:
+            BackendDefect: the import of a third party's class fails.
+            OracleError: this release does not have it.
+        """
+        if not backend.stock_class:
+            return FunctionExperts
+        with watched_calls(backend, "stock class", (OracleError,)):
+            return self.stock_class(backend.stock_class)
 
     def stock_class(self, name: str) -> Any:
         """vLLM's expert class of a name, ``module:Class``.

@@ -29,6 +29,9 @@ from ..core.problem import Device, Problem
 from ..errors import MeasurementError, describe_error
 from ..layouts.byte_views import stack_bytes
 from ..measurements.kernel_shape import RoutingKind, Sample
+from ..oracle.checked_backend import watched_calls
+from ..oracle.watchdog import doing
+from ..settings import env_var
 from ..verification import process_state, tolerances
 from . import random_weights, timing
 from .broken_context import raise_if_broken
@@ -155,10 +158,10 @@ class BackendLayer:
             # Not for serving, which would compile for every number of tokens. Here a number compiles when it is timed.
             most = context.max_num_tokens
             builder = VllmBuilder(adapter, moe, quant_config, for_serving=False, trial_tokens=most)
-            with process_state.kept():
-                fused_experts = backend.build_experts(tensors, problem, plan, builder)
             layer = standalone_layer.layer_namespace(problem, moe, tensors)
-            kernel = adapter.kernel(moe, quant_config, layer, fused_experts)
+            with process_state.kept(), watched_calls(backend, "experts"):
+                fused_experts = backend.build_experts(tensors, problem, plan, builder)
+                kernel = adapter.kernel(moe, quant_config, layer, fused_experts)
             self.copies.append((kernel, layer, int(moe.hidden_dim)))
 
     def runs(self, tokens: TokenBatch, routed: bool) -> list[Run]:
@@ -181,7 +184,11 @@ class BackendLayer:
             padding = max(padded_size - hidden_size, 0)
             x = torch.nn.functional.pad(tokens.x, (0, padding)) if padding else tokens.x
             # Inference mode, as in a server: what a kernel keeps there may not be written to outside of it.
-            with torch.inference_mode(), standalone_layer.forward_step(self._context.config, x.shape[0]):
+            with (
+                torch.inference_mode(),
+                standalone_layer.forward_step(self._context.config, x.shape[0]),
+                watched_calls(self._backend, "kernel"),
+            ):
                 if self._backend.monolithic:
                     output = self._adapter.apply_monolithic(kernel, layer, x, tokens.logits, {})
                 else:
@@ -246,8 +253,10 @@ class LayerBench:
         """Adds the time of what runs inside to a phase; `backend` is the one that runs, "" where several do."""
         self.context.on_backend(backend)
         begin = time.monotonic()
+        remedy = f"{env_var('disable')}={backend} leaves it out" if backend else ""
         try:
-            yield
+            with doing(f"the phase {phase!r} of {self.problem.layer}", remedy):
+                yield
         finally:
             self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + time.monotonic() - begin
 

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,8 +32,9 @@ from ..methods.measure_hook import Progress
 from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import decide, is_final, remaining_candidates
 from ..oracle.stock_kernels import stock_candidate
+from ..oracle.watchdog import doing
 from ..releases.gemma_norms import has_gemma_norms
-from ..settings import AUTO, Settings
+from ..settings import AUTO, Settings, env_var
 from ..untrusted import boundary, complete_lines, describe, parse_json
 
 if TYPE_CHECKING:
@@ -42,9 +43,18 @@ if TYPE_CHECKING:
     from ..verification.token_stream import LayerInputs, TokenStream
     from ..verification.whole_layer import LayerCheck
 
-Status = Literal["passed", "failed", "damaged", "no_backend", "stock"]
-"""``passed`` and ``failed``: compared. ``damaged``: the weights cannot be computed with, or are 0 in all experts.
-``no_backend``: no server starts. ``stock``: left to stock vLLM, not compared."""
+Status = Literal["passed", "failed", "ended", "damaged", "no_backend", "stock"]
+"""``passed`` and ``failed``: compared. ``ended``: the process of the check ended meanwhile. ``damaged``: the weights
+cannot be computed with, or are 0 in all experts. ``no_backend``: no server starts. ``stock``: left to stock vLLM, not
+compared."""
+
+OnCheck = Callable[[str, str], None]
+"""Receives a layer and its backend that are about to be compared."""
+
+
+def _ignore_check(layer: str, backend: str) -> None:
+    """The usual `OnCheck`."""
+
 
 _MAX_RESUME_BYTES = 64 << 20
 _RESUME_KIND = "vllm-moe-oracle verify"
@@ -230,12 +240,15 @@ class Verification:
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
-    def run(self, resume: ResumeFile | None, progress: Progress) -> Iterator[LayerResult]:
+    def run(
+        self, resume: ResumeFile | None, progress: Progress, on_check: OnCheck = _ignore_check
+    ) -> Iterator[LayerResult]:
         """Compares layer by layer; yields each result as it is known, resumed ones too.
 
         Args:
             resume: results of an earlier run, and where new ones are kept; None to keep none.
             progress: called with words, layers done, and layers in all.
+            on_check: called before each comparison, which may end this process.
 
         Raises:
             CheckpointError: the files changed while they were read.
@@ -265,7 +278,7 @@ class Verification:
                 if size not in streams:
                     streams[size] = token_stream.TokenStream(self.files, size, self.gemma_norms)
                 stream = streams[size]
-                for result in self._layer(plan, plan.tensors, stream, current_adapter(), done, progress):
+                for result in self._layer(plan, plan.tensors, stream, current_adapter(), done, progress, on_check):
                     if resume is not None:
                         resume.keep(result)
                     yield result
@@ -278,6 +291,7 @@ class Verification:
         adapter: Adapter,
         done: int,
         progress: Progress,
+        on_check: OnCheck,
     ) -> Iterator[LayerResult]:
         from ..verification.whole_layer import LayerCheck
 
@@ -286,6 +300,7 @@ class Verification:
         inputs: LayerInputs | None = None
         for name in plan.backends:
             progress(f"{plan.problem.layer}: {name}", done, len(self.plans))
+            on_check(plan.problem.layer, name)
             start = time.perf_counter()
             try:
                 inputs = inputs or stream.inputs(tensors)
@@ -309,6 +324,7 @@ class Verification:
         because vLLM's own class or the weights speak against the first."""
         from ..backends import MAX_CHECK_TOKENS
         from ..compat import standalone_layer
+        from ..verification import process_state
         from ..verification.whole_layer import WeightsRefused
 
         decision, problem = plan.decision, plan.problem
@@ -321,11 +337,14 @@ class Verification:
         for candidate in [name] if is_final(decision, self.settings) else [name, *others]:
             backend = self.registry[candidate]
             moe = standalone_layer.fused_moe_config(problem, check.kind, MAX_CHECK_TOKENS)
-            refusal = adapter.stock_class_rejection(backend, moe, problem)
+            with process_state.kept():  # the class may be a third party's
+                refusal = adapter.stock_class_rejection(backend, moe, problem)
             if not refusal:
                 own = plans[candidate] if candidate in plans else backend.plan(problem, self.device)
+                remedy = f"{env_var('disable')}={candidate} leaves it out"
                 try:
-                    found = check.run(backend, own, edges)
+                    with doing(f"the check of {candidate} in {problem.layer}", remedy):
+                        found = check.run(backend, own, edges)
                 except WeightsRefused as error:
                     refusal = str(error)
                 else:

@@ -19,6 +19,7 @@ from ..measurements import lookup
 from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import is_final, remaining_candidates
 from ..settings import Settings, env_var
+from ..verification import process_state
 from . import rank_comparison, rank_sync
 from .load_caches import per_load
 
@@ -238,7 +239,8 @@ def consult_stock_class(method: LayerMethod, registry: Registry | None = None) -
     """
     while True:
         problem, name = method.decision.problem, method.backend.name
-        rejection = method.adapter.stock_class_rejection(method.backend, method.moe, problem)
+        with process_state.kept():  # the class may be a third party's
+            rejection = method.adapter.stock_class_rejection(method.backend, method.moe, problem)
         if not rejection:
             return
         detail = f"vLLM's {method.backend.stock_class_name} rejects what {name} accepts: {rejection}"

@@ -28,6 +28,7 @@ from ..core.decision import Decision
 from ..core.problem import PADDED_EXPERTS, Problem, Scheme
 from ..devices import detect
 from ..errors import BackendDefect, LifecycleError, NoBackendError, OracleError, is_out_of_memory, sanitize
+from ..oracle.checked_backend import watched_calls
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
 from ..oracle.stock_kernels import is_loadable
@@ -100,9 +101,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
         """An instance, or one of the stock class where stock vLLM has to serve the layer.
 
         A layer that no backend can run is left to the stock class, if that one has a kernel for it: on a GPU whatever
-        the reason, on a CPU where the layer needs LoRA adapters or a batched all-to-all.
-        A backend that the user names is never replaced. A layer without vLLM's `FusedMoEConfig` is the stock class's,
-        too.
+        the reason, on a CPU where the layer needs LoRA adapters or a batched all-to-all. A backend that the user names
+        is never replaced. A layer without vLLM's `FusedMoEConfig` is the stock class's, too.
 
         Raises:
             NoBackendError: no backend can run the layer, and neither can the stock class.
@@ -437,11 +437,11 @@ class OracleMoEMethod(FusedMoEMethodBase):
             # Built once: a reload copies new values into the tensors that this kernel and captured graphs refer to.
             self.moe_quant_config = self.adapter.quant_config(problem, tensors)
             builder = self._builder(self.moe_quant_config)
-            with process_state.kept():
+            with process_state.kept(), watched_calls(self.backend, "experts"):
                 self.experts = self.backend.build_experts(tensors, problem, self.decision.plan, builder)
+                self.moe_kernel = self.adapter.kernel(self.moe, self.moe_quant_config, layer, self.experts)
             self._built_over = {name: tensor.data_ptr() for name, tensor in tensors.items()}
             weight_storage.register_buffers(layer, builder.buffers)
-            self.moe_kernel = self.adapter.kernel(self.moe, self.moe_quant_config, layer, self.experts)
             self.token_dispatch = token_dispatch.build_dispatch(self, layer, tensors, self.moe_kernel)
         if parts is None:
             return

@@ -25,6 +25,7 @@ from ..compat.experts_builder import VllmBuilder
 from ..core.decision import Answers, Decision, ShardPlan
 from ..core.problem import Problem
 from ..errors import BackendDefect, SelfCheckError
+from ..oracle.checked_backend import watched_calls
 from ..oracle.registry import Registry, default_registry
 from ..settings import Settings
 from ..verification import process_state
@@ -221,10 +222,10 @@ def build_dispatch(method: DispatchMethod, layer: Any, tensors: Tensors, own_ker
         moe = copy.copy(method.moe)
         quant_config = method.adapter.quant_config(problem, mine)
         builder = VllmBuilder(method.adapter, moe, quant_config)
-        with process_state.kept():
+        with process_state.kept(), watched_calls(backend, "experts"):
             experts = backend.build_experts(mine, problem, plan, builder)
+            kernel = method.adapter.kernel(moe, quant_config, layer, experts)
         weight_storage.register_buffers(layer, builder.buffers, f"range_{len(ranges)}_")
-        kernel = method.adapter.kernel(moe, quant_config, layer, experts)
         view = layer if mine is tensors else _LayerView(layer, mine)
         ranges.append(_Range(each.max_tokens, kernel, view, each.backend, experts, mine))
     return TokenDispatch(method.adapter, ranges) if ranges else None
@@ -286,7 +287,8 @@ def _rejection(method: DispatchMethod, backend: Backend, raw: Tensors) -> tuple[
 
 def _rejection_without_weights(method: DispatchMethod, backend: Backend, raw: Tensors) -> str:
     """Why a backend cannot run beside the method's own whatever the weights are, on this rank; "" when it can."""
-    stock_rejection = method.adapter.stock_class_rejection(backend, method.moe, method.decision.problem)
+    with process_state.kept():
+        stock_rejection = method.adapter.stock_class_rejection(backend, method.moe, method.decision.problem)
     if stock_rejection:
         return f"vLLM's own class rejects it: {stock_rejection}"
     answers = _answers(method, backend.name)

@@ -7,20 +7,21 @@ a value as the contract declares it, or a `BackendDefect`, which the decision tu
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import inspect
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, wraps
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from .. import backends as builtin_package
-from ..backends import Backend, Builder, Forward, Tensors, WorkspaceForward
+from ..backends import Backend
 from ..core.decision import Rejected, ShardPlan
 from ..core.problem import Problem
 from ..errors import BackendDefect, OracleError, RegistryError, describe_error, is_interruption, is_out_of_memory
@@ -279,19 +280,12 @@ class CheckedBackend(Backend):
     def _remedy(self) -> str:
         return f"{env_var('disable')}={self.name} leaves it out"
 
-    def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
-        """As the backend's. A third party's function is watched where the experts are only tried."""
-        # A third party's own tests may pass a builder with less than the contract has.
-        if self._watched and not getattr(builder, "for_serving", True):
-            builder = cast("Builder", _WatchedBuilder(builder, self))
-        return self._call("build_experts", _check_of(Any), None, (tensors, problem, plan, builder), {})
-
     def _call(
         self, method: str, check: _Check, rule: _Rule | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         try:
             if self._watched:
-                with third_party_code(f"backend {self.name}: its method {method} has been running", self._remedy):
+                with third_party_code(f"backend {self.name}: its method {method}", self._remedy):
                     value = getattr(self._backend, method)(*args, **kwargs)
             else:
                 value = getattr(self._backend, method)(*args, **kwargs)
@@ -309,42 +303,33 @@ class CheckedBackend(Backend):
         return value
 
 
-_Function = TypeVar("_Function", Forward, WorkspaceForward)
+@contextlib.contextmanager
+def watched_calls(
+    backend: Backend | None, part: str, allowed: tuple[type[Exception], ...] = (Exception,)
+) -> Iterator[None]:
+    """Watches calls of what a third party's backend built or named, experts of any class and its stock class, as its
+    methods are watched: what they print goes to standard error, and ``SystemExit`` does not end the process.
 
+    It takes 0.1 ms: for calls at load and of tools, not for those of a layer that serves.
 
-class _WatchedBuilder:
-    """A `Builder` for experts that are only tried. Their function, a third party's, is watched in each call, raises no
-    `SystemExit` that would end the tool with the status 0, and prints to standard error."""
+    Args:
+        backend: a registry's; nothing is done for None, and for one of this package.
+        part: what is called, for messages.
+        allowed: exceptions that pass as they are: who calls a kernel names the call, and the backend.
 
-    def __init__(self, builder: Builder, backend: CheckedBackend) -> None:
-        self._builder, self._backend = builder, backend
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._builder, name)
-
-    def from_function(self, forward: Forward) -> Any:
-        """As the builder's."""
-        return self._builder.from_function(self._watched(forward))
-
-    def from_workspace_function(self, forward: WorkspaceForward, nbytes: Callable[[int, int], int]) -> Any:
-        """As the builder's."""
-        return self._builder.from_workspace_function(self._watched(forward), nbytes)
-
-    def _watched(self, forward: _Function) -> _Function:
-        backend = self._backend
-
-        @wraps(forward)
-        def call(*args: Any, **kwargs: Any) -> None:
-            with third_party_code(f"backend {backend.name}: its kernel has been running", backend._remedy):
-                try:
-                    forward(*args, **kwargs)
-                except BaseException as error:
-                    # Who calls it names the call, and the backend, of what it takes for an error.
-                    if isinstance(error, Exception) or is_interruption(error):
-                        raise
-                    raise backend._defect("kernel", f"raised {describe_error(error)}") from error
-
-        return call
+    Raises:
+        BackendDefect: the code inside raised something else that is no interruption.
+    """
+    if not isinstance(backend, CheckedBackend) or is_own(backend):
+        yield
+        return
+    try:
+        with third_party_code(f"backend {backend.name}: its {part}", backend._remedy):
+            yield
+    except BaseException as error:
+        if isinstance(error, allowed) or is_interruption(error):
+            raise
+        raise backend._defect(part, f"raised {describe_error(error)}") from error
 
 
 def unchecked(backend: Backend) -> Backend:

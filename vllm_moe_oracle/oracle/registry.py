@@ -162,7 +162,7 @@ def _announced(point: EntryPoint, origin: str) -> Iterator[None]:
     what = sanitize(f"{origin} of {point.dist.name} {point.dist.version}" if point.dist is not None else origin)
     watchdog.logger.info("moe_oracle: importing the backend of %s", what)
     remedy = f"{settings.env_var('disable')}={sanitize(point.name)} leaves it out"
-    with third_party_code(f"{what} has been importing", remedy):
+    with third_party_code(f"the import of {what}", remedy):
         yield
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import printable
 
@@ -21,6 +21,61 @@ logger = logging.getLogger(WATCHED_LOGGER)
 
 FIRST_SECONDS = 10.0
 """Code that runs longer is reported, then again each time that its duration has doubled."""
+
+Activity = tuple[str, str]
+"""What runs, as the subject of a sentence, and what keeps it from running."""
+
+Observer = Callable[[Sequence[Activity]], None]
+"""Gets everything that runs, the outermost first."""
+
+
+class _Activities:
+    """What runs in this process that may end it, for an observer outside of the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._running: dict[object, Activity] = {}
+        self._observer: Observer | None = None
+
+    def observe(self, observer: Observer) -> None:
+        """Has an observer called with each change from now on."""
+        self._observer = observer
+
+    @contextlib.contextmanager
+    def during(self, what: str, remedy: str) -> Iterator[None]:
+        """See `doing`."""
+        key = object()
+        with self._lock:
+            self._running[key] = what, remedy
+            self._tell()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._running[key]
+                self._tell()
+
+    def _tell(self) -> None:
+        if self._observer is not None:
+            self._observer([*self._running.values()])
+
+
+_activities = _Activities()
+
+
+def observe(observer: Observer) -> None:
+    """Has an observer called with what runs, each time that this changes: it must be quick, and may not raise."""
+    _activities.observe(observer)
+
+
+def doing(what: str, remedy: str) -> contextlib.AbstractContextManager[None]:
+    """Tells the observer what the code inside is, in case that it ends the process.
+
+    Args:
+        what: as the subject of a sentence.
+        remedy: what keeps it from running.
+    """
+    return _activities.during(what, remedy)
 
 
 class _OnStandardError(io.TextIOBase):
@@ -158,12 +213,13 @@ def report_while_running(what: str, remedy: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def third_party_code(what: str, remedy: str) -> Iterator[None]:
-    """As `report_while_running`. What the code prints goes to standard error, below Python and by other programs, too.
-    The recursion limit is put back."""
+    """As `doing` and `report_while_running`. What the code prints goes to standard error, below Python and by other
+    programs, too. The recursion limit is put back."""
     limit = sys.getrecursionlimit()
     try:
         with (
-            report_while_running(what, remedy),
+            doing(what, remedy),
+            report_while_running(f"{what} has been running", remedy),
             _standard_output.on_standard_error(),
             contextlib.redirect_stdout(_OnStandardError()),
         ):

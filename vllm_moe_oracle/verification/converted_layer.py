@@ -242,7 +242,7 @@ class InstalledLayer:
             return output[:, self._rows]
 
         whole = {} if self._expert_map is None else {"expert map": self._expert_map}
-        return Calls(run, self._reference, self._given, whole)
+        return Calls(run, self._reference, self._given, whole, self._backend)
 
     def compare(self) -> Comparison:
         """Compares the layer with the reference, in calls that route tokens to all experts of the parts."""

@@ -24,7 +24,7 @@ from ..compat.experts_builder import VllmBuilder
 from ..core.decision import ShardPlan
 from ..core.problem import Parallel, Problem
 from ..errors import CheckpointError
-from ..oracle.checked_backend import unchecked
+from ..oracle.checked_backend import unchecked, watched_calls
 from . import bounds, inputs, process_state, routing
 from .tolerances import rounding_error
 
@@ -155,7 +155,7 @@ def compare_with_reference(
         bias = whole.get("correction bias")
         return adapter.run_single_rank_monolithic(built, tensors, x, small, logits, bias, scale)
 
-    calls = Calls(run_monolithic if backend.monolithic else run, reference, given, whole)
+    calls = Calls(run_monolithic if backend.monolithic else run, reference, given, whole, backend)
     calls.make_all(planned)
     return calls.result(start)
 
@@ -170,7 +170,12 @@ class Calls:
     """Calls of a kernel, each compared with the reference."""
 
     def __init__(
-        self, run: Callable[..., Tensor], reference: bounds.Reference, given: Tensors, whole: Tensors | None = None
+        self,
+        run: Callable[..., Tensor],
+        reference: bounds.Reference,
+        given: Tensors,
+        whole: Tensors | None = None,
+        backend: Backend | None = None,
     ) -> None:
         """
         Args:
@@ -179,8 +184,9 @@ class Calls:
             reference: the reference output for all rows.
             given: what the kernel gets, `[tokens, ...]` each, by its name in messages: the tokens come first.
             whole: what `run` gives it in every call as it is, by its name in messages; None for nothing.
+            backend: whose kernel it is; None for none of a registry.
         """
-        self._run, self._reference, self._given = run, reference, given
+        self._run, self._reference, self._given, self._backend = run, reference, given, backend
         self._whole = {name: (each, each.clone()) for name, each in (whole or {}).items()}
         self._rows: list[Tensor] = []
         self._outputs: list[Tensor] = []
@@ -202,7 +208,7 @@ class Calls:
         given = [tokens, *(self._in_place(each, rows) for each in others)]
         # Copies: the next call may get the same memory.
         self._rows.append(rows)
-        with process_state.kept() as changed:
+        with watched_calls(self._backend, "kernel"), process_state.kept() as changed:
             self._outputs.append(self._run(*given, poisoned=poisoned).clone())
         # The first calls may import and compile.
         self._settings.append([] if poisoned else changed)

@@ -30,7 +30,7 @@ from ..core.decision import ShardPlan
 from ..core.problem import Problem
 from ..errors import CheckpointError, HostMemoryError, asked_memory, describe_error, is_out_of_memory
 from ..layouts.byte_views import cat_bytes
-from ..oracle.checked_backend import overrides
+from ..oracle.checked_backend import overrides, watched_calls
 from . import bounds, inputs, process_state, routing, self_check
 from .tolerances import rounding_error
 
@@ -351,6 +351,7 @@ class KernelTensors:
     """A layer's kernel tensors, filled expert by expert, and the experts over them.
 
     Attributes:
+        backend: converts experts.
         layer: the module that holds them.
         tensors: they, `[experts, ...]` each, by name.
         nbytes: their bytes, and those of an expert in canonical form and of two of its matrices in float32.
@@ -359,11 +360,11 @@ class KernelTensors:
     def __init__(self, backend: Backend, problem: Problem, plan: ShardPlan) -> None:
         """
         Args:
-            backend: converts experts.
+            backend: see the class.
             problem: the layer with all of its experts, on one rank.
             plan: the backend's plan for it.
         """
-        self._backend, self._problem, self._plan = backend, problem, plan
+        self.backend, self._problem, self._plan = backend, problem, plan
         self._specs: dict[str, weight_storage.TensorSpec] = {}
         self.layer = nn.Module()
         self.nbytes = 4 * (problem.w13_rows + problem.intermediate_size) * problem.hidden_size
@@ -377,7 +378,7 @@ class KernelTensors:
         """Converts an expert into a place. Returns what is wrong with the conversion, in words."""
         try:
             with process_state.kept():
-                converted = self._backend.convert(expert, self._problem, self._plan)
+                converted = self.backend.convert(expert, self._problem, self._plan)
         except Exception as error:  # what a backend raises is what is wrong with it
             if is_out_of_memory(error):
                 raise
@@ -409,7 +410,7 @@ class KernelTensors:
         described = adapter.quant_config(self._problem, tensors)
         builder = VllmBuilder(adapter, moe, described, for_serving=False, trial_tokens=most)
         with process_state.kept():
-            return self._backend.build_experts(tensors, self._problem, self._plan, builder)
+            return self.backend.build_experts(tensors, self._problem, self._plan, builder)
 
 
 class _LayerCalls:
@@ -483,7 +484,7 @@ class _LayerCalls:
         given = batch.x[rows]
         self.count += 1
         # As a server calls it; the check at load says what was changed.
-        with torch.inference_mode(), process_state.kept():
+        with torch.inference_mode(), watched_calls(self._made.backend, "kernel"), process_state.kept():
             actual = self._run(batch, given, rows).float()
         reference = batch.reference
         blocks, columns, tokens = (each.nan_to_num(nan=torch.inf) for each in bounds.ratios(actual, reference, rows))

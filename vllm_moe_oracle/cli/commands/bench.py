@@ -92,6 +92,7 @@ Examples:
 \b
 Exit status:
   0  everything was timed
+  1  a backend ended the process; the records before are written
   2  the input or this machine cannot be used; one line on standard error says
      what
   4  a backend, a stock layer or a kernel of another project could not be timed,

@@ -83,6 +83,7 @@ Examples:
 \b
 Exit status:
   0  everything is measured
+  1  a backend ended the process; what was measured before is kept
   2  the input, the cache or this machine cannot be used; one line on standard
      error says what
   3  no backend can run one of the layers

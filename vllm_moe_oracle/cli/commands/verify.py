@@ -5,33 +5,45 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ...checkpoint.engagement import Engagement, read_engagement
-from ...checkpoint.files import read_checkpoint
+from ...checkpoint.files import CheckpointFiles, read_checkpoint
 from ...checkpoint.layer_names import compact_layer_names, short_layer_names
-from ...checkpoint.moe_layers import MoeLayers, find_moe_layers
+from ...checkpoint.moe_layers import find_moe_layers
 from ...core.problem import Device
 from ...devices import detect
 from ...errors import SettingError
 from ...oracle.selection import check_backend_names
-from .. import layer_arguments, output
+from ...settings import Settings
+from .. import child_process, layer_arguments, output
 from ..arguments import AsJson, Assignments, command_settings, file_option, name_option
 from ..usage_hints import require_a_path
 
 if TYPE_CHECKING:
-    from ...measuring.verifying import LayerResult, Verification
+    from ...measuring.verifying import LayerResult
 
 EXIT_FAILED = 1
 """Exit status when a layer is wrong, damaged or not engaged."""
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
-_WORDS = {"passed": "ok", "failed": "WRONG", "damaged": "DAMAGED", "no_backend": "NO BACKEND", "stock": "stock vLLM's"}
+_WORDS = {
+    "passed": "ok",
+    "failed": "WRONG",
+    "ended": "ENDED",
+    "damaged": "DAMAGED",
+    "no_backend": "NO BACKEND",
+    "stock": "stock vLLM's",
+}
 
+
+_GOOD = ("passed", "stock")
+"""Of the statuses of a layer, those that are no failure."""
 
 _KINDS = ("auto", "cpu", "cuda")
 
@@ -52,8 +64,8 @@ Examples:
 Exit status:
   0  every decided kernel agrees with the reference, and with --report every
      layer runs through the oracle
-  1  a kernel is wrong, weights are damaged, a layer has no backend, or the
-     server does not run a layer through the oracle
+  1  a kernel is wrong or ended the process, weights are damaged, a layer has no
+     backend, or the server does not run a layer through the oracle
   2  the input cannot be used; one line on standard error says what and where
   130  interrupted; --resume continues
 """
@@ -83,36 +95,43 @@ def command(
     require_a_path(path)
     config = read_checkpoint(Path(path))
     machine = _require_kind(device)
-    engagement = None
+    answer = _Answer(machine, as_json)
     if report is not None:
         layers = find_moe_layers(config, vllm=machine.packages.get("vllm"))
-        engagement = read_engagement(report, layers)
-    if report_only:
-        assert engagement is not None
-        _print(None, [], engagement, machine, False, as_json)
-        raise typer.Exit(0 if engagement.complete else EXIT_FAILED)
+        answer.engagement = read_engagement(report, layers)
+    if not report_only:
+        _check(answer, config, chosen, resume)
+    answer.print()
+    if answer.stopped:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if answer.is_bad:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _check(answer: _Answer, config: CheckpointFiles, settings: Settings, resume: Path | None) -> None:
+    """Adds the results of all layers to an answer, which the parent of this process has meanwhile."""
     from ...measuring import verifying
 
-    results: list[LayerResult] = []
-    interrupted = False
-    with verifying.Verification(config, machine, chosen) as made, contextlib.ExitStack() as stack:
+    with verifying.Verification(config, answer.machine, settings) as made, contextlib.ExitStack() as stack:
         kept = None
         if resume is not None:
             kept = verifying.ResumeFile(resume, made)
             stack.callback(kept.close)
-        progress = stack.enter_context(layer_arguments.progress_bar(as_json))
+        progress = stack.enter_context(layer_arguments.progress_bar(answer.as_json))
+        answer.total = len(made.plans)
+        answer.unquantized = made.layers.unquantized
+        answer.unsupported_formats = dict(made.layers.unsupported_formats)
+
+        def begin(*layer_and_backend: str) -> None:
+            child_process.keep(dataclasses.replace(answer, running=layer_and_backend))
+
         try:
-            for result in made.run(kept, progress):
-                results.append(result)  # one by one: they are shown after an interruption, too
+            for result in made.run(kept, progress, begin):
+                answer.results.append(result)  # one by one: they are shown after an interruption, too
+                child_process.keep(answer)
         except KeyboardInterrupt:
-            interrupted = True
-        stack.close()
-        _print(made, results, engagement, machine, interrupted, as_json)
-    if interrupted:
-        raise typer.Exit(EXIT_INTERRUPTED)
-    wrong = any(each.status not in ("passed", "stock") for each in results)
-    if wrong or (engagement is not None and not engagement.complete):
-        raise typer.Exit(EXIT_FAILED)
+            answer.stopped = "interrupted"
+    child_process.keep(None)  # it is printed now
 
 
 def _require_kind(word: str) -> Device:
@@ -130,44 +149,85 @@ def _require_kind(word: str) -> Device:
     return machine
 
 
-def _print(
-    made: Verification | None,
-    results: list[LayerResult],
-    engagement: Engagement | None,
-    machine: Device,
-    interrupted: bool,
-    as_json: bool,
-) -> None:
-    layers = None if made is None else made.layers
-    if as_json:
-        output.print_json(
-            {
-                "device": machine,
-                "layers": results,
-                "unquantized": [] if layers is None else layers.unquantized,
-                "unsupported_formats": {} if layers is None else dict(layers.unsupported_formats),
-                "engagement": None if engagement is None else _engagement_json(engagement),
-                "interrupted": interrupted,
-            }
-        )
-    elif made is not None and layers is not None:
-        output.show(f"{machine}, vLLM {machine.packages.get('vllm', 'unknown')}")
+@dataclass
+class _Answer:
+    """What the command says.
+
+    Attributes:
+        machine: this machine.
+        as_json: print it as JSON.
+        engagement: what the server's report says; None without one.
+        total: number of layers to check; None where no weights are read.
+        unquantized: names of layers that are not quantized.
+        unsupported_formats: formats that are not read, by layer.
+        results: results of the layers so far.
+        running: the layer and the backend that are being compared.
+        stopped: how the check stopped before its end; "" where it did not.
+    """
+
+    machine: Device
+    as_json: bool
+    engagement: Engagement | None = None
+    total: int | None = None
+    unquantized: tuple[str, ...] = ()
+    unsupported_formats: Mapping[str, str] = field(default_factory=dict)
+    results: list[LayerResult] = field(default_factory=list)
+    running: tuple[str, ...] = ()
+    stopped: str = ""
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether a layer is not as it should be."""
+        wrong = any(each.status not in _GOOD for each in self.results)
+        return wrong or (self.engagement is not None and not self.engagement.complete)
+
+    def ended(self, why: str) -> int:
+        """See `child_process.Unfinished`."""
+        from ...measuring.verifying import LayerResult
+
+        self.stopped = "ended"
+        if self.running:
+            layer, backend = self.running
+            self.results.append(LayerResult(layer, backend, "ended", fault=f"the process that checked it {why}"))
+        self.print()
+        if not self.running:
+            output.print_message("error", f"the process that checked the layers {why}")
+        return EXIT_FAILED
+
+    def print(self) -> None:
+        """Prints it, with errors and notes."""
+        if self.as_json:
+            output.print_json(
+                {
+                    "device": self.machine,
+                    "layers": self.results,
+                    "unquantized": self.unquantized,
+                    "unsupported_formats": self.unsupported_formats,
+                    "engagement": None if self.engagement is None else _engagement_json(self.engagement),
+                    "interrupted": bool(self.stopped),
+                }
+            )
+        elif self.total is not None:
+            self._print_tables()
+        for each in self.results:
+            if each.status not in _GOOD:
+                output.print_message("error", f"{each.layer}: {each.backend or 'no backend'}: {each.fault}")
+            elif each.fault:
+                output.print_message("note", f"{each.layer}: {each.fault}")
+        if self.engagement is not None:
+            _print_engagement(self.engagement, self.results, self.as_json)
+
+    def _print_tables(self) -> None:
+        output.show(f"{self.machine}, vLLM {self.machine.packages.get('vllm', 'unknown')}")
         head = ("layer", "verdict", "error", "worst", "allowed", "outliers", "experts", "s")
-        for backend in dict.fromkeys(each.backend for each in results):
-            own = [each for each in results if each.backend == backend]
+        for backend in dict.fromkeys(each.backend for each in self.results):
+            own = [each for each in self.results if each.backend == backend]
             names = [each.layer for each in own]
             rows = [(label, *_row(each)) for label, each in zip(short_layer_names(names), own, strict=True)]
             title = f"{compact_layer_names(names)} with {backend or 'no backend'}"
             output.show("", title)
             output.show_table(head, rows, indent=2)
-        output.show("", *(f"{line}" for line in _summary(results, len(made.plans), layers, interrupted)))
-    for each in results:
-        if each.status not in ("passed", "stock"):
-            output.print_message("error", f"{each.layer}: {each.backend or 'no backend'}: {each.fault}")
-        elif each.fault:
-            output.print_message("note", f"{each.layer}: {each.fault}")
-    if engagement is not None:
-        _print_engagement(engagement, results, as_json)
+        output.show("", *_summary(self))
 
 
 def _engagement_json(engagement: Engagement) -> dict[str, Any]:
@@ -186,8 +246,9 @@ def _row(result: LayerResult) -> tuple[str, ...]:
     return (_WORDS[result.status], *figures, f"{result.seconds:.1f}")
 
 
-def _summary(results: list[LayerResult], total: int, layers: MoeLayers, interrupted: bool) -> Iterator[str]:
+def _summary(answer: _Answer) -> Iterator[str]:
     """What the table amounts to, in lines."""
+    results, total = answer.results, answer.total
     names = {each.layer for each in results}
     compared = [each for each in results if each.calls]
     passed = {each.layer for each in results} - {each.layer for each in results if each.status != "passed"}
@@ -201,12 +262,12 @@ def _summary(results: list[LayerResult], total: int, layers: MoeLayers, interrup
     stock = [each.layer for each in results if each.status == "stock"]
     if stock:
         yield f"stock vLLM's, not compared: {compact_layer_names(stock)}"
-    if layers.unquantized:
-        yield f"not quantized, not compared: {compact_layer_names(layers.unquantized)}"
-    if layers.unsupported_formats:
-        yield f"in formats that are not read, not compared: {compact_layer_names(layers.unsupported_formats)}"
-    if interrupted:
-        yield f"interrupted after {len(names)} of {total} layers; --resume FILE keeps what is done"
+    if answer.unquantized:
+        yield f"not quantized, not compared: {compact_layer_names(answer.unquantized)}"
+    if answer.unsupported_formats:
+        yield f"in formats that are not read, not compared: {compact_layer_names(answer.unsupported_formats)}"
+    if answer.stopped:
+        yield f"{answer.stopped} after {len(names)} of {total} layers; --resume FILE keeps what is done"
 
 
 def _print_engagement(engagement: Engagement, results: list[LayerResult], as_json: bool) -> None:

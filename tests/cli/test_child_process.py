@@ -1,0 +1,262 @@
+"""The exit status is the tool's own: what ends the process of its work, with whatever status, is no success."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lib import cli
+from tests.lib.fresh_process import environment, python
+from vllm_moe_oracle.cli import child_process
+from vllm_moe_oracle.cli.commands import status
+from vllm_moe_oracle.oracle import watchdog
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kernels run on Linux alone")
+
+TOOL = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+import atexit, ctypes, os, signal, sys, time
+from vllm_moe_oracle.cli import child_process
+from vllm_moe_oracle.oracle.watchdog import doing
+
+class Answer:
+    def __init__(self, status):
+        self.status = status
+
+    def ended(self, why):
+        print("so far;", why)
+        return self.status
+
+child_process.begin()
+{work}
+"""
+FINISH = "child_process.finish({0}); sys.exit({0})"
+IN_A_KERNEL = "with doing('the check of a layer', 'no remedy'), doing('a kernel', 'LEAVE=it does'): {}"
+SAID = "error: the process of the command ended with {} before it was done"
+PLACE = ", in a kernel, in the check of a layer; LEAVE=it does\n"
+
+
+def run(work: str) -> tuple[int, str, str]:
+    ended = python("-c", TOOL.format(work=work))
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("code", [0, 3, 130, 141])
+def test_the_status_of_work_that_was_done(code: int) -> None:
+    assert run(FINISH.format(code)) == (code, "", "")
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        ("os._exit(0)", "status 0"),
+        ("os._exit(3)", "status 3"),
+        ("os.abort()", "signal SIGABRT"),
+        ("ctypes.string_at(0)", "signal SIGSEGV"),
+        ("os.execv('/bin/true', ['true'])", "status 0"),
+        ("os.closerange(3, 1000); os._exit(0)", "status 0"),
+    ],
+)
+def test_what_ran_is_named_where_the_process_ends(act: str, words: str) -> None:
+    ended, out, err = run(IN_A_KERNEL.format(act))
+    assert (ended, out) == (1, "")
+    assert err == SAID.format(words) + PLACE
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])
+def test_what_has_ended_is_not_named(end: str) -> None:
+    assert run(IN_A_KERNEL.format("pass") + f"\n{end}") == (1, "", SAID.format("status 0") + "\n")
+
+
+def test_a_process_that_was_killed_has_no_remedy_of_a_backend() -> None:
+    ended, _, err = run(IN_A_KERNEL.format("os.kill(os.getpid(), signal.SIGKILL)"))
+    assert ended == 1 and "signal SIGKILL before it was done (by a user, or by the system for lack of memory)" in err
+    assert "in a kernel" in err and "LEAVE" not in err
+
+
+@pytest.mark.parametrize("wanted", [0, 6])
+def test_the_parent_prints_what_is_known(wanted: int) -> None:
+    """Never with the status 0, and nothing that was taken back."""
+    keep = f"child_process.keep(Answer({wanted}))\n"
+    ended, out, err = run(keep + IN_A_KERNEL.format("os._exit(0)"))
+    assert ended == (wanted or 1)
+    assert out == "so far; ended with status 0 before it was done" + PLACE and not err
+    ended, out, err = run(keep + "child_process.keep(None)\nos._exit(0)")
+    assert (ended, out, err) == (1, "", SAID.format("status 0") + "\n")
+
+
+@pytest.mark.parametrize(
+    ("work", "code", "words"),
+    [
+        ("child_process.finish(0); os.abort()", 128 + signal.SIGABRT, "signal SIGABRT after its answer"),
+        ("child_process.finish(0); os._exit(5)", 5, "status 5 after its answer"),
+        ("atexit.register(os._exit, 0); child_process.finish(1); sys.exit(1)", 1, ""),
+    ],
+)
+def test_an_end_that_differs_from_the_answer(work: str, code: int, words: str) -> None:
+    """Neither of both may hide the other's failure."""
+    ended, _, err = run(work)
+    assert ended == code and words in err and bool(words) == bool(err)
+
+
+def test_an_answer_that_is_too_large_is_not_kept() -> None:
+    slot = child_process._Slot(100)
+    assert slot.get() == b"" and slot.put(b"first") and slot.put(b"a second one") and slot.get() == b"a second one"
+    assert not slot.put(bytes(97)) and slot.get() == b"a second one"
+    child = child_process._Child()
+    child.keep(pickle.loads(pickle.dumps("short")))  # type: ignore[arg-type]  # whatever can be pickled
+    assert child.answer == "short"  # type: ignore[comparison-overlap]
+    child.keep("x" * (9 << 20))  # type: ignore[arg-type]
+    assert child.answer is None
+
+
+def test_long_and_many_activities_fit() -> None:
+    child = child_process._Child()
+    child.note([(f"activity {index} " + "é" * 10_000, "remedy " * 1000) for index in range(100)])
+    why = child.why(0)
+    assert why.startswith("ended with status 0 before it was done, in activity 99 ")
+    assert ", in activity 98 " in why and ", in activity 0 " in why and "activity 97" not in why
+
+
+def test_the_observer_is_told_of_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[list[str]] = []
+    monkeypatch.setattr(watchdog._activities, "_observer", lambda running: told.append([each for each, _ in running]))
+    with watchdog.doing("outer", ""), pytest.raises(ZeroDivisionError), watchdog.third_party_code("inner", "no"):
+        _ = 1 / 0
+    assert told == [["outer"], ["outer", "inner"], ["outer"], []]
+
+
+# --- SystemExit -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> cli.Run:
+    return cli.runner(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("code", [None, 0, 4, "words"])
+def test_code_in_a_command_cannot_exit_as_the_tool(
+    tool: cli.Run, code: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exits() -> None:
+        sys.exit(code)  # type: ignore[arg-type]  # whatever a third party exits with
+
+    monkeypatch.setattr(status, "_discover", exits)
+    found = tool("status")
+    assert (found.status, found.out) == (2, "")
+    assert found.err.startswith(f"error: {__file__}, line ") and "asked to end it (SystemExit" in found.err
+
+
+@pytest.mark.parametrize(("code", "wanted"), [(None, 1), (143, 143)])
+def test_a_handler_of_a_signal_may_end_the_tool(
+    tool: cli.Run, code: int | None, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's raises SystemExit without a status, which is none of success."""
+
+    def handler(*args: object) -> None:
+        raise SystemExit(code)
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        monkeypatch.setattr(status, "_discover", lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert tool("status").status == wanted
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# --- Signals ----------------------------------------------------------------------------------------------------------
+
+WAITS = "print('begun', os.getpid(), flush=True)\ntime.sleep(600)"
+HANGS = f"signal.signal(signal.SIGINT, signal.SIG_IGN)\n{WAITS}"  # as where a kernel never returns to Python
+ENDS = f"""
+try:
+    {WAITS.replace(chr(10), chr(10) + "    ")}
+except KeyboardInterrupt:
+    print("interrupted")
+    {FINISH.format(130)}
+"""
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], int]]]:
+    """Starts a process group whose leader waits for a child: the leader, and the child's id."""
+    begun = []
+
+    def start(work: str) -> tuple[subprocess.Popen[str], int]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", TOOL.format(work=work)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        begun.append(process)
+        assert process.stdout is not None
+        return process, int(process.stdout.readline().split()[1])
+
+    yield start
+    for process in begun:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def has_ended(process: int, seconds: float = 60.0) -> bool:
+    """Whether a process ends within that time; one that waits to be reaped has ended."""
+    for _ in range(round(seconds / 0.02)):
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("whom", ["parent", "group"])
+def test_ctrl_c_ends_both(begin: Callable[[str], tuple[subprocess.Popen[str], int]], whom: str) -> None:
+    process, child = begin(ENDS)
+    (os.killpg if whom == "group" else os.kill)(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "interrupted\n", "") and has_ended(child)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_the_child_ends_the_parent(
+    begin: Callable[[str], tuple[subprocess.Popen[str], int]], number: signal.Signals
+) -> None:
+    process, child = begin(WAITS)
+    os.kill(process.pid, number)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == -number and has_ended(child)
+
+
+def test_the_child_ends_with_a_parent_that_is_killed(
+    begin: Callable[[str], tuple[subprocess.Popen[str], int]],
+) -> None:
+    process, child = begin(WAITS)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert has_ended(child)
+
+
+def test_ctrl_c_three_times_kills_what_hangs(begin: Callable[[str], tuple[subprocess.Popen[str], int]]) -> None:
+    process, child = begin(HANGS)
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGINT)
+        assert not has_ended(process.pid, 2 * child_process._ONE_CTRL_C)
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert err == "note: the process is still running; Ctrl-C once more kills it\n"
+    assert process.returncode == -signal.SIGINT and has_ended(child)
