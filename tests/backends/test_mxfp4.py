@@ -20,13 +20,13 @@ from tests.lib.stock_rules import (
     GPT_OSS,
     HALVES,
     TRITON,
+    at_home,
     backend,
     converted,
     expert,
     experts,
     gpt_oss_layer,
     gpu,
-    home,
     inside_vllm,
     machine,
     stacked,
@@ -53,10 +53,6 @@ BUILT_IN = ("marlin_mxfp4", "humming_mxfp4", "triton_mxfp4", "triton_mxfp4_monol
 
 def codes_of(verdict: Any) -> set[str]:
     return {reason.code for reason in verdict.reasons}
-
-
-def at_home(name: str) -> Device:
-    return CPU if name == "cpu_mxfp4" else gpu(home(name))
 
 
 # --- What they take ------------------------------------------------------------------------------------------------

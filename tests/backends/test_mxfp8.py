@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.lib.cases import GPT_OSS, MXFP8, MXFP8_W8A8, RELU2, problem
-from tests.lib.stock_rules import backend, expert, gpu, home, usual
+from tests.lib.stock_rules import at_home, backend, expert, gpu, usual
 from vllm_moe_oracle.core.decision import Rejected
 from vllm_moe_oracle.core.overrides import Override
-from vllm_moe_oracle.core.problem import Activation, Device, Problem, Routing
+from vllm_moe_oracle.core.problem import Activation, Problem, Routing
 from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide
@@ -39,10 +39,6 @@ def layer(**changes: Any) -> Problem:
 
 
 WEIGHT_ONLY = ("marlin_mxfp8", "humming_mxfp8", "humming_mxfp8_grouped")
-
-
-def at_home(name: str) -> Device:
-    return gpu(home(name))
 
 
 # --- What they take ------------------------------------------------------------------------------------------------

@@ -29,15 +29,16 @@ from tests.lib.stock_rules import (
     usual,
     wna16_scheme,
 )
+from vllm_moe_oracle.backends import Backend
+from vllm_moe_oracle.backends._humming import HummingBackend
+from vllm_moe_oracle.backends._triton_kernels import TritonKernelsBackend
+from vllm_moe_oracle.backends.cutlass_mxfp4 import CutlassMxfp4Bf16
 from vllm_moe_oracle.core.problem import Device, Problem
+from vllm_moe_oracle.oracle.checked_backend import unchecked
 
 NAMES = [*CLASSES, "cpu_mxfp4", "hopper_wna16"]
-SEVERAL_LAYOUTS = {
-    "humming_mxfp8": 2, "humming_mxfp8_grouped": 2, "humming_mxfp4": 2, "humming_mxfp4_grouped": 2, "humming_wna16": 2,
-    "humming_wna16_grouped": 2, "triton_mxfp4": 2, "triton_mxfp4_monolithic": 2, "triton_mxfp4_unfused": 2,
-    "cutlass_mxfp4": 2,
-}  # fmt: skip
-"""Backends whose layout depends on the device or on a package's version, and how many they have."""
+SEVERAL_LAYOUTS: dict[type[Backend], int] = {HummingBackend: 2, TritonKernelsBackend: 2, CutlassMxfp4Bf16: 2}
+"""Classes of backends whose layout depends on the device or on a package's version, and how many they have."""
 
 
 def machines(name: str) -> list[Device]:
@@ -96,7 +97,8 @@ def test_kernel_tensors_give_the_canonical_ones_back(name: str) -> None:
             again = found[key].view(tensor.dtype) if tensor.element_size() == 1 else found[key].to(tensor.dtype)
             one, other = (each.contiguous().flatten().view(torch.uint8) for each in (again, tensor))
             assert again.shape == tensor.shape and torch.equal(one, other), f"{key} of {layer} on {device.name}"
-    assert len(layouts) == SEVERAL_LAYOUTS.get(name, 1)
+    own = unchecked(backend(name))
+    assert len(layouts) == next((count for kind, count in SEVERAL_LAYOUTS.items() if isinstance(own, kind)), 1)
 
 
 @pytest.mark.parametrize("names", [TRITON, [name for name in CLASSES if name.startswith("trtllm_mxfp4")]], ids=" ".join)

@@ -228,7 +228,7 @@ def stock_conversions(release: str, generation: str) -> dict[str, Any]:
 
 
 SIZES = ((256, 128), (384, 160), (128, 96))
-WITH_FLASHINFER = [name for name in wrappers("mxfp4") if "flashinfer" in backend(name).vllm_names[0]]
+WITH_FLASHINFER = [name for name in wrappers("mxfp4") if CLASSES[name].kernel.startswith("FLASHINFER")]
 
 
 @every_release

@@ -199,16 +199,74 @@ def _install_theirs(old: str = "BACKEND", new: str = "BACKEND") -> Change:
 
 # --- A wrapper of one of vLLM's classes ------------------------------------------------------------------------------
 
-_WRAPPER = f"{PACKAGE}/backends/marlin_mxfp8_other.py"
+_WRAPPER = f"{PACKAGE}/backends/cpu_mxfp4_class.py"
+
+_WRAPPER_TEXT = '''"""vLLM's class for MXFP4 experts on x86 CPUs, which asks for AMX."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..core.capabilities import Capabilities
+from ..core.decision import Numerics, ShardPlan
+from ..core.problem import MX_BLOCK, Problem
+from ..releases import min_versions
+from ._contract import Tensors
+from ._stock import EXPERTS, UNPROVEN_EPLB, Departure, StockBackend
+from ._stock_rules import gpt_oss_activation_rule
+from .cpu_mxfp4 import CpuMxfp4
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class CpuMxfp4Class(StockBackend):
+    """vLLM's `CPUExpertsMxfp4`."""
+
+    name = "cpu_mxfp4_class"
+    schemes = ("mxfp4",)
+    stock_class = f"{EXPERTS}.cpu_moe:CPUExpertsMxfp4"
+    stock_kernel = "CPU"
+    departures = (
+        Departure(("silu",), "nobody has run the class with it"),
+        Departure((), "the class routes tokens itself", before=min_versions.CPU_INT4_ROUTED_IDS),
+        UNPROVEN_EPLB,
+    )
+    static_priority = 85.0
+    activation_precision = "16bit"
+    arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}")
+    capabilities = Capabilities(
+        devices=("cpu",),
+        features=("avx512f", "avx512_bf16"),
+        packages={"vllm": min_versions.CPU_INT4_ROUTED_IDS},
+        dtypes=("bfloat16",),
+        gated=("swigluoai",),
+        activation_params=True,
+        bias=True,
+        bits=(4,),
+        groups=(MX_BLOCK,),
+        hidden_multiple=MX_BLOCK,
+        intermediate_multiple=MX_BLOCK,
+        expert_parallel=False,
+    )
+    rules = (gpt_oss_activation_rule("CPUExpertsMxfp4"),)
+
+    def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
+        """The tensors of `CpuMxfp4`, for the same operator."""
+        return CpuMxfp4().convert(expert, problem, plan)
+
+
+BACKEND = CpuMxfp4Class()
+'''
+"""Over a class that no backend wraps: `cpu_mxfp4` calls the operator behind it."""
 
 
 def _add_wrapper(tree: TreeCopy) -> None:
-    text = (tree.root / PACKAGE / "backends" / "marlin_mxfp8.py").read_text(encoding="utf-8")
-    text = text.replace('"marlin_mxfp8"', '"marlin_mxfp8_other"').replace("static_priority = 30.0", _OTHER_PRIORITY)
-    tree.add(_WRAPPER, text)
+    wrapped = re.compile(r":CPUExpertsMxfp4\b")
+    if any(wrapped.search(each.read_text(encoding="utf-8")) for each in (tree.root / PACKAGE / "backends").iterdir()):
+        raise ValueError("a backend wraps vLLM's CPUExpertsMxfp4: the drill needs another class")
+    tree.add(_WRAPPER, _WRAPPER_TEXT)
 
-
-_OTHER_PRIORITY = "static_priority = 31.5"
 
 # --- A checkpoint format of a known scheme ---------------------------------------------------------------------------
 
@@ -312,18 +370,34 @@ DRILLS: Mapping[str, Drill] = {
         generate=True,
     ),
     "wrapper": Drill(
-        "a wrapper of a stock class: one file",
+        "a wrapper of a stock class that nobody wraps: one file",
         1,
         _add_wrapper,
         {
-            "vLLM has no such class": edit(_WRAPPER, ":MarlinExperts", ":MarlinExpertsOfOld"),
-            "its priority is taken": edit(_WRAPPER, _OTHER_PRIORITY, "static_priority = 30.0"),
+            "vLLM has no such class": edit(_WRAPPER, ":CPUExpertsMxfp4", ":CPUExpertsMxfp4OfOld"),
+            "vLLM has the class elsewhere": edit(_WRAPPER, "cpu_moe:", "cpu_mxfp4_moe:"),
+            "the class is another scheme's": edit(_WRAPPER, ":CPUExpertsMxfp4", ":CPUExpertsInt4"),
+            "the kernel is another class's": edit(_WRAPPER, '"CPU"', '"EMULATION"'),
+            "vLLM has no such kernel": edit(_WRAPPER, '"CPU"', '"CPU_MXFP4"'),
+            "the kernel is not declared": edit(_WRAPPER, "    stock_kernel = ", "    kernel = "),
+            "the scheme is another": edit(_WRAPPER, '("mxfp4",)', '("wna16",)'),
+            "the class takes other activations": edit(_WRAPPER, '= "16bit"', '= "mxfp8"'),
+            "the class has no LoRA": edit(_WRAPPER, "bias=True", "bias=True, lora=True"),
+            "the class takes no batched tokens": edit(_WRAPPER, "bias=True", 'bias=True, formats=("batched",)'),
+            "the class takes no rows in halves": edit(_WRAPPER, "    rules = (", "    unused = ("),
+            "the class runs on no GPU": edit(_WRAPPER, 'devices=("cpu",)', 'devices=("cuda",)'),
+            "a refusal has no reason": edit(_WRAPPER, '("silu",)', '("situ",)'),
+            "a reason is for nothing": edit(
+                _WRAPPER, "UNPROVEN_EPLB,\n", 'UNPROVEN_EPLB, Departure(("lora",), "slow"),\n'
+            ),
+            "its priority is taken": edit(_WRAPPER, "static_priority = 85.0", "static_priority = 80.0"),
             "its numerics are not declared": edit(_WRAPPER, "    arithmetic = ", "    arithmetics = "),
         },
         (
-            "tests/conformance -k marlin_mxfp8_other",
+            "tests/backends/test_stock_rules.py -k 'cpu_mxfp4_class or wrapped'",
+            "tests/conformance -k cpu_mxfp4_class",
             "tests/compat/test_surface.py::test_stock_experts_take_what_they_are_given",
-            "tests/test_readme.py",
+            "tests/backends tests/oracle/test_golden_decisions.py tests/test_readme.py",
         ),
         generate=True,
     ),
