@@ -7,6 +7,8 @@ import os
 import stat
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +83,59 @@ def test_what_is_no_file_is_written_itself(tmp_path: Path) -> None:
     os.close(reader)
     reader, writer = os.pipe()
     write_whole(Path(f"/proc/self/fd/{writer}"), b"unnamed")
-    assert os.read(reader, 100) == b"unnamed"
+    append_whole(Path(f"/proc/self/fd/{writer}"), b", twice")
+    with replacing(Path(f"/proc/self/fd/{writer}")) as partial:
+        partial.write_bytes(b"!")
+    assert os.read(reader, 100) == b"unnamed, twice!"
     os.close(reader)
     os.close(writer)
+
+
+WRITERS: dict[str, Callable[[Path, bytes], None]] = {"write": write_whole, "append": append_whole}
+
+
+@pytest.mark.parametrize("how", WRITERS)
+def test_a_pipe_that_nobody_reads_is_not_waited_for(how: str, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    done = threading.Event()
+    found: list[OSError] = []
+
+    def write() -> None:
+        try:
+            WRITERS[how](pipe, b"lost")
+        except OSError as error:
+            found.append(error)
+        done.set()
+
+    threading.Thread(target=write, daemon=True).start()
+    in_time = done.wait(30)
+    if not in_time:  # lets it go on
+        os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
+    assert in_time and [error.strerror for error in found] == ["no process reads this pipe"]
+
+
+@pytest.mark.parametrize("how", WRITERS)
+def test_a_device_without_room_is_an_error(how: str) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        WRITERS[how](Path("/dev/full"), b"1234")
+
+
+@pytest.mark.parametrize("how", WRITERS)
+def test_a_file_that_may_not_grow_is_as_it_was(how: str, tmp_path: Path) -> None:
+    """As with a quota: the system writes a part, and refuses the rest."""
+    file = tmp_path / "file"
+    file.write_bytes(b"before")
+    code = (
+        "import resource, sys\nfrom pathlib import Path\nfrom vllm_moe_oracle import whole_files\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        f"try:\n    whole_files.{how}_whole(Path(sys.argv[1]), bytes(9000))\n"
+        "except OSError as error:\n    print(error.strerror)\n"
+    )
+    command = [sys.executable, "-c", code, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
+    assert done.stdout == "File too large\n"
+    assert file.read_bytes() == b"before" and os.listdir(tmp_path) == ["file"]
 
 
 def test_a_line_is_appended_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,11 +182,12 @@ def test_a_file_in_a_closed_folder_can_be_appended_to_alone(tmp_path: Path) -> N
 
 def test_the_file_of_the_standard_output_keeps_what_is_around(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom vllm_moe_oracle.whole_files import write_whole\n"
-        "print('before')\nwrite_whole(Path(sys.argv[1]), b'page\\n')\nprint('after')\n"
+        "import sys\nfrom pathlib import Path\nfrom vllm_moe_oracle.whole_files import append_whole, write_whole\n"
+        "print('before')\nwrite_whole(Path(sys.argv[1]), b'page\\n')\nprint('then')\n"
+        "append_whole(Path(sys.argv[1]), b'line\\n')\nprint('after')\n"
     )
     file = tmp_path / "log"
     for name in ("/dev/stdout", str(file)):
         with file.open("wb") as output:
             subprocess.run([sys.executable, "-c", code, name], stdout=output, check=True, cwd=Path(__file__).parents[1])
-        assert file.read_text() == "before\npage\nafter\n" and os.listdir(tmp_path) == ["log"]
+        assert file.read_text() == "before\npage\nthen\nline\nafter\n" and os.listdir(tmp_path) == ["log"]

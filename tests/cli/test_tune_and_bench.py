@@ -115,7 +115,7 @@ def test_tune_refuses_numbers_of_tokens_that_decide_nothing(run: Run) -> None:
             (GPT_OSS, "--export", "/nope/x.json"),
             "--export: /nope/x.json cannot be written: there is no directory /nope",
         ),
-        (("--import", CHOICES, "--export", "/tmp"), "/tmp: is a directory. Name a file"),
+        (("--import", CHOICES, "--export", "/tmp"), "--export: /tmp cannot be written: it is a directory"),
         (("--import", "b.jsonl", GPT_OSS), "MODEL would change nothing: with --import nothing is measured"),
         (("--import", "b.jsonl", "--shapes", "--tiles", "4"), "--shapes, --tiles would change nothing"),
         (("--import", "b.jsonl", "--profile", "p.json"), "--profile would change nothing"),

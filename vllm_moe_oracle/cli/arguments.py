@@ -91,6 +91,16 @@ def file_option(text: str, *names: str, metavar: str = "FILE") -> Any:
     return typer.Option(*names, help=text, metavar=metavar)
 
 
+def _output_path(text: object) -> Path:
+    """A path that is written; ``-`` stands for standard output."""
+    return Path("/dev/stdout" if text == "-" else str(text))
+
+
+def output_option(text: str, *names: str, metavar: str = "FILE") -> Any:
+    """The same for a file that is written."""
+    return typer.Option(*names, help=f"{text} - for standard output.", metavar=metavar, parser=_output_path)
+
+
 TensorParallel = Annotated[int, count_option("Tensor-parallel ranks, as vLLM's --tensor-parallel-size.")]
 DataParallel = Annotated[
     int,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import stat
 from pathlib import Path
+
+import typer
 
 from ..errors import MeasurementError, SettingError
 from ..settings import Settings, cache_dir, report_path
+from ..whole_files import open_pipe
 
 
 def why_unwritable(path: Path, appended: bool = False) -> str:
@@ -23,12 +28,46 @@ def why_unwritable(path: Path, appended: bool = False) -> str:
         return "it is a directory"
     try:
         exists = path.exists()
+        kind = path.stat().st_mode if exists else 0
     except (OSError, ValueError) as error:
         return getattr(error, "strerror", None) or str(error)
+    if stat.S_ISBLK(kind) or stat.S_ISSOCK(kind):
+        return f"it is a {'disk' if stat.S_ISBLK(kind) else 'socket'}"
     places = [path] if exists else [path.parent]
     if exists and path.is_file() and not appended:
         places.append(Path(os.path.realpath(path)).parent)
     return "" if all(os.access(each, os.W_OK) for each in places) else "permission denied"
+
+
+def check_output(context: typer.Context, path: Path, option: str, appended: bool = False) -> None:
+    """Refuses a path of a command's output that could not be written. A pipe is open from here to the command's end, so
+    that its reader waits.
+
+    Args:
+        context: the command's.
+        path: the path.
+        option: the option's name, for the message.
+        appended: see `why_unwritable`.
+
+    Raises:
+        MeasurementError: it could not be written.
+    """
+    reason, remedy = why_unwritable(path, appended), "Name a file that you can write"
+    if not reason and path.is_fifo() and not is_standard_output(path):
+        try:
+            context.call_on_close(functools.partial(os.close, open_pipe(path)))
+        except OSError as error:
+            reason, remedy = error.strerror or str(error), "Start its reader first"
+    if reason:
+        raise MeasurementError(f"{path} cannot be written: {reason}", remedy, option)
+
+
+def is_standard_output(path: Path | None) -> bool:
+    """Whether a path is the file or pipe that standard output is written to."""
+    try:
+        return path is not None and os.path.samestat(path.stat(), os.fstat(1))
+    except OSError:
+        return False
 
 
 def why_unwritable_report(settings: Settings) -> str:

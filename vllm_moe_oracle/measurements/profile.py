@@ -19,7 +19,7 @@ import msgspec
 from ..devices.catalog import is_same_gpu
 from ..errors import MeasurementError
 from ..untrusted import boundary, check_values, read_file
-from ..whole_files import write_whole
+from ..whole_files import WRITE_REMEDY, write_whole
 from .environment import Environment, differences, is_same_release, is_same_triton
 from .kernel_shape import MAX_SAMPLES, KernelShape, Sample, is_displayable
 
@@ -313,14 +313,14 @@ _REPLACED = "Name another file, or measure or import all that this one has in on
 
 
 def _present(path: Path) -> Profile | None:
-    """The profile that a file has; None where there is no file, or an empty one.
+    """The profile that a file has; None where there is no file, or an empty one, or a pipe or a device.
 
     Raises:
         MeasurementError: the path is a directory, or the file is no profile.
     """
     if not path.name or os.path.isdir(path):
         raise MeasurementError("is a directory", "Name a file", str(path))
-    if not os.path.exists(path) or (os.path.isfile(path) and os.path.getsize(path) == 0):
+    if not os.path.isfile(path) or os.path.getsize(path) == 0:
         return None
     try:
         return read(path)
@@ -348,8 +348,7 @@ def write(profile: Profile, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, data)
     except OSError as error:
-        remedy = "Name a file on a disk with room that you can write"
-        raise MeasurementError(f"cannot be written: {error.strerror}", remedy, str(path)) from error
+        raise MeasurementError(f"cannot be written: {error.strerror}", WRITE_REMEDY, str(path)) from error
 
 
 @cache

@@ -22,7 +22,7 @@ from ...measurements.kernel_shape import KernelShape
 from ...oracle.registry import default_registry
 from ...report import page_data, plots
 from ...settings import Settings, set_batch_invariant
-from ...whole_files import append_whole, replacing, write_whole
+from ...whole_files import WRITE_REMEDY, append_whole, replacing, write_whole
 from .. import EXIT_INCOMPLETE, completion, layer_arguments, output
 from ..arguments import (
     Assignments,
@@ -40,9 +40,10 @@ from ..arguments import (
     file_option,
     name_option,
     names_option,
+    output_option,
     seconds_option,
 )
-from ..writable import why_unwritable
+from ..writable import check_output, is_standard_output
 
 if TYPE_CHECKING:
     from ...measuring.benchmarks import BenchOptions
@@ -101,6 +102,7 @@ Exit status:
 
 
 def command(
+    context: typer.Context,
     models: ModelNames = None,
     scheme: _Schemes = None,
     shape: _Shapes = "",
@@ -124,7 +126,7 @@ def command(
     jobs: CompileJobs = 0,
     gpus: Gpus = "",
     budget: Annotated[float | None, seconds_option("Start no further layer after this many seconds.")] = None,
-    jsonl: Annotated[Path | None, file_option("Write records here, one JSON object a line.")] = None,
+    jsonl: Annotated[Path | None, output_option("Write records here, one JSON object a line.")] = None,
     plot: _Plot = None,
     assignments: Assignments = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records, one JSON object a line.")] = False,
@@ -136,6 +138,9 @@ def command(
     options = _bench_options(tokens, routing, replays, stock, backend, jobs, budget)
     if plot is not None:
         _check_plot_path(plot)
+        check_output(context, plot, "--plot")
+    if jsonl is not None:
+        check_output(context, jsonl, "--jsonl")
     device = layer_arguments.require_gpu(_ELSEWHERE)
     options = dataclasses.replace(
         options,
@@ -144,7 +149,7 @@ def command(
         peers_folder=None if peers_folder is None else peers_folder.expanduser().resolve(),
     )
     records, failure = _measure([*problems.values()], device, chosen, options, jsonl, as_json)
-    if not as_json:
+    if not as_json and not is_standard_output(jsonl):
         _print(records, device.name)
     if plot is not None and records:
         _plot(records, plot, device.name)
@@ -277,7 +282,7 @@ def _write_record(line: bytes, path: Path | None, printed: bool, write: Callable
     try:
         write(path, line + b"\n")
     except OSError as error:
-        raise MeasurementError(f"cannot be written: {error.strerror}", where=str(path)) from error
+        raise MeasurementError(f"cannot be written: {error.strerror}", WRITE_REMEDY, str(path)) from error
 
 
 def _check_plot_path(path: Path) -> None:
@@ -290,8 +295,6 @@ def _check_plot_path(path: Path) -> None:
     kinds = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix[1:].lower() not in kinds:
         raise MeasurementError(f"{path}: unknown image format", f"Valid are .{', .'.join(kinds)}", "--plot")
-    if reason := why_unwritable(path):
-        raise MeasurementError(f"{path} cannot be written: {reason}", "Name a file that you can write", "--plot")
 
 
 def _plot(records: list[BenchRecord], path: Path, gpu: str) -> None:
@@ -301,7 +304,7 @@ def _plot(records: list[BenchRecord], path: Path, gpu: str) -> None:
         with replacing(path) as partial:
             plots.save_picture(panels, str(partial))
     except OSError as error:
-        raise MeasurementError(f"cannot be written: {error.strerror}", where=str(path)) from error
+        raise MeasurementError(f"cannot be written: {error.strerror}", WRITE_REMEDY, str(path)) from error
 
 
 def _by_layer(records: list[BenchRecord]) -> dict[str, list[BenchRecord]]:

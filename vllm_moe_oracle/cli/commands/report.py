@@ -17,10 +17,10 @@ from ...report import html_report, page_data
 from ...report.page_data import ReportContent
 from ...settings import Settings, cache_dir
 from ...untrusted import describe
-from ...whole_files import write_whole
+from ...whole_files import WRITE_REMEDY, write_whole
 from .. import output
-from ..arguments import Assignments, command_settings, file_option
-from ..writable import make_folder, why_unwritable, why_unwritable_folder
+from ..arguments import Assignments, command_settings, file_option, output_option
+from ..writable import check_output, is_standard_output, make_folder, why_unwritable_folder
 
 HELP = """\
 Make one page of what was measured and decided: times, speed-up over stock vLLM, choices and their reasons.
@@ -41,6 +41,7 @@ Exit status:
 
 
 def command(
+    context: typer.Context,
     files: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -49,15 +50,17 @@ def command(
             metavar="FILE",
         ),
     ] = None,
-    to: Annotated[
-        Path, typer.Option("--output", "-o", help="The page; an existing file is replaced.", metavar="FILE")
-    ] = Path("moe-oracle-report.html"),
+    to: Annotated[Path, output_option("The page; an existing file is replaced.", "--output", "-o")] = Path(
+        "moe-oracle-report.html"
+    ),
     svg: Annotated[Path | None, file_option("Also write each plot as a file into this folder.", metavar="DIR")] = None,
     assignments: Assignments = None,
 ) -> None:
     """What `HELP` says."""
     _require_modules("matplotlib", "jinja2")
-    _check_paths(to, svg)
+    check_output(context, to, "--output")
+    if svg is not None and (reason := why_unwritable_folder(svg)):
+        raise MeasurementError(f"{svg} cannot be made or written in: {reason}", "Name another folder", "--svg")
     chosen = command_settings(assignments)
     content = page_data.ReportContent()
     for path in files or []:
@@ -75,14 +78,21 @@ def command(
         make_folder(svg)
         for name, text in plots.items():
             _write_file(svg / name, text)
+    if not is_standard_output(to):
+        _print_figures(content)
+    for note in filter(None, (content.about, *content.notes)):
+        output.print_message("note", note)
+    if not is_standard_output(to):
+        output.show(f"written: {to}" + (f", and {len(plots)} plots in {svg}" if svg is not None else ""))
+
+
+def _print_figures(content: ReportContent) -> None:
+    """The figures of each machine that stand at the top of the page."""
     for machine in html_report.machines(content.panels):
         output.show(machine.name)
         spans = [(f"speedup over stock's default, {words}", figure) for words, figure in machine.spans]
         for words, figure in [*machine.tiles, *spans]:
             output.show(f"{figure:>10}  {words}")
-    for note in filter(None, (content.about, *content.notes)):
-        output.print_message("note", note)
-    output.show(f"written: {to}" + (f", and {len(plots)} plots in {svg}" if svg is not None else ""))
 
 
 def _local_content(settings: Settings) -> ReportContent:
@@ -103,21 +113,8 @@ def _require_modules(*modules: str) -> None:
         raise MeasurementError(rule, "pip install 'vllm-moe-oracle[plot]'")
 
 
-def _check_paths(page: Path, svg: Path | None) -> None:
-    """Refuses what could not be written, before files are read and plots are drawn.
-
-    Raises:
-        MeasurementError: the page, or the folder of the plots.
-    """
-    remedy = "Name a file in a folder that you can write in"
-    if reason := why_unwritable(page):
-        raise MeasurementError(f"{page} cannot be written: {reason}", remedy, "--output")
-    if svg is not None and (reason := why_unwritable_folder(svg)):
-        raise MeasurementError(f"{svg} cannot be made or written in: {reason}", "Name another folder", "--svg")
-
-
 def _write_file(path: Path, text: str) -> None:
     try:
         write_whole(path, text.encode())
     except (OSError, ValueError) as error:
-        raise MeasurementError(f"cannot be written: {describe(error)}", where=str(path)) from error
+        raise MeasurementError(f"cannot be written: {describe(error)}", WRITE_REMEDY, str(path)) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -38,9 +37,10 @@ from ..arguments import (
     counts_option,
     file_option,
     names_option,
+    output_option,
     seconds_option,
 )
-from ..writable import why_unwritable
+from ..writable import check_output, is_standard_output
 
 if TYPE_CHECKING:
     from ...measuring.tuning import TuneOptions, TuneOutcome
@@ -58,7 +58,7 @@ _Routing = Annotated[str, names_option("uniform, skewed, or both.", lambda: get_
 _Tiles = Annotated[
     int, count_option("Tile configurations to time beside the choice of this project's kernels; each is compiled.")
 ]
-_Export = Annotated[Path | None, file_option("Write all measurements of these layers to a profile.")]
+_Export = Annotated[Path | None, output_option("Write all measurements of these layers to a profile.")]
 _Profiles = Annotated[list[Path] | None, file_option("A profile whose measurements are not repeated; never written.")]
 _Imported = Annotated[
     list[Path] | None,
@@ -121,6 +121,8 @@ def command(
     chosen = command_settings(assignments)
     if imported:
         _check_import_options(context)
+        if export is not None:
+            check_output(context, export, "--export")
         _import_measurements(imported, export, chosen, as_json)
         return
     from ...measuring import tuning  # needs torch
@@ -131,7 +133,8 @@ def command(
     options = _tune_options(tokens, routing, replays, budget, jobs, remeasure)
     tuning.check_token_counts(options.token_counts)
     if export is not None:
-        _check_export(export, problems)
+        profiles.check_writable(export, detect.detect().name, {kernel_shape_of(each) for each in problems})
+        check_output(context, export, "--export")
     known = [profiles.read(each) for each in profile or []]
     device = layer_arguments.require_gpu(_ELSEWHERE)
     options = dataclasses.replace(options, tiles=tiles, gpus=layer_arguments.parse_gpus(gpus))
@@ -141,7 +144,11 @@ def command(
         outcomes = tuning.tune(problems, device, chosen, store, options, known, report)
     if export is not None:
         _export(export, outcomes, device, options)
-    _print_outcomes(outcomes, device, chosen, str(store.path), as_json)
+    results = _decision_results(outcomes, device, chosen)
+    if is_standard_output(export):
+        _print_note(f"the times of {len(results)} layers are kept in {store.path}, too")
+    else:
+        _print_results(results, device, str(store.path), as_json)
     _exit_if_unfinished(outcomes)
 
 
@@ -162,17 +169,6 @@ def _check_import_options(context: typer.Context) -> None:
 def _is_given(context: typer.Context, name: str | None) -> bool:
     source = context.get_parameter_source(name or "")
     return source is not None and source.name == "COMMANDLINE"
-
-
-def _check_export(path: Path, problems: list[Problem]) -> None:
-    """Whether a profile of these layers can be written there, before minutes of measuring.
-
-    Raises:
-        MeasurementError: it cannot.
-    """
-    profiles.check_writable(path, detect.detect().name, {kernel_shape_of(each) for each in problems})
-    if reason := why_unwritable(path):
-        raise MeasurementError(f"{path} cannot be written: {reason}", "Name a file that you can write", "--export")
 
 
 def _note_unused_profiles(paths: list[Path], known: list[profiles.Profile], device: Device) -> None:
@@ -257,20 +253,12 @@ def _import_measurements(files: list[Path], export: Path | None, settings: Setti
         where = str(store.path)
     count = sum(map(len, samples.values()))
     words = f"{count} measurements of {len(samples)} layers, {place}: kept in {where}"
-    if _is_standard_output(export):
+    if is_standard_output(export):
         _print_note(words)
     elif as_json:
         output.print_json({"measurements": count, "layers": len(samples), "environment": place, "kept": where})
     else:
         output.show(words)
-
-
-def _is_standard_output(path: Path | None) -> bool:
-    """Whether a path is the file or pipe that standard output is written to."""
-    try:
-        return path is not None and os.path.samestat(path.stat(), os.fstat(1))
-    except OSError:
-        return False
 
 
 def _merge_samples(read: list[dict[KernelShape, list[Sample]]]) -> dict[KernelShape, list[Sample]]:
@@ -365,11 +353,8 @@ def _time_rows(times: dict[str, dict[str, float]]) -> tuple[tuple[str, ...], lis
     return ("us by tokens", *counts), rows
 
 
-def _print_outcomes(
-    outcomes: dict[KernelShape, TuneOutcome], device: Device, settings: Settings, cache: str, as_json: bool
-) -> None:
+def _print_results(results: list[dict[str, Any]], device: Device, cache: str, as_json: bool) -> None:
     """Prints what the oracle decides by the measurements."""
-    results = _decision_results(outcomes, device, settings)
     if as_json:
         output.print_json({"device": device, "cache": cache, "groups": results})
         return

@@ -1,0 +1,123 @@
+"""Where commands write: standard output, pipes, devices, directories and disks without room."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib import cli, golden_files
+from tests.lib.cli import Run
+from vllm_moe_oracle.measurements import profile
+
+ROOT = Path(__file__).parents[2]
+CHOICES = str(golden_files.newest("choice"))
+EXPORT = ("tune", "--import", CHOICES, "--export")
+PAGE = ("report", CHOICES, "--output")
+COMMANDS = pytest.mark.parametrize("command", [EXPORT, PAGE], ids=["tune", "report"])
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return cli.runner(monkeypatch, capsys)
+
+
+def start(*arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    """The tool in a process of its own, with pipes as standard output and error."""
+    command = [sys.executable, "-m", "vllm_moe_oracle.cli", *arguments]
+    return subprocess.run(command, capture_output=True, cwd=ROOT, timeout=120, **options)
+
+
+def is_whole(command: tuple[str, ...], data: bytes, folder: Path) -> bool:
+    """Whether the bytes are what the command writes, and nothing else."""
+    if command is PAGE:
+        return data.startswith(b"<!doctype html>") and data.rstrip().endswith(b"</html>")
+    file = folder / "copy.json"
+    file.write_bytes(data)
+    return len(profile.read(file).entries) > 1 and bool(json.loads(data))
+
+
+@pytest.mark.parametrize("word", ["/dev/stdout", "-", "/proc/self/fd/1"])
+def test_a_profile_goes_to_a_pipe_and_nothing_else_does(word: str, tmp_path: Path) -> None:
+    done = start(*EXPORT, word)
+    assert done.returncode == 0 and is_whole(EXPORT, done.stdout, tmp_path)
+    assert done.stderr.startswith(b"note: ") and b"kept in" in done.stderr
+
+
+def test_a_page_goes_to_a_pipe_and_nothing_else_does(tmp_path: Path) -> None:
+    done = start(*PAGE, "-")
+    assert done.returncode == 0 and is_whole(PAGE, done.stdout, tmp_path)
+
+
+@COMMANDS
+def test_a_pipe_with_a_reader_gets_everything(command: tuple[str, ...], run: Run, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    while run(*command, str(pipe)).status:  # the reader may not have opened it yet
+        pass
+    reader.join(30)
+    assert is_whole(command, read[0], tmp_path)
+
+
+@COMMANDS
+def test_what_cannot_be_written_is_refused_before_the_work(command: tuple[str, ...], run: Run, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path, words in (
+        (pipe, "pipe cannot be written: no process reads this pipe. Start its reader first"),
+        (tmp_path, "cannot be written: it is a directory. Name a file that you can write"),
+        (tmp_path / "none" / "file", f"cannot be written: there is no directory {tmp_path}/none"),
+    ):
+        result = run(*command, path)
+        assert result.status == 2 and result.out == ""
+        assert result.err.startswith(f"error: {command[-1]}: ") and words in result.messages
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_disks_and_sockets_are_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    monkeypatch.chdir(tmp_path)
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind("socket")
+        assert "socket cannot be written: it is a socket" in run(*EXPORT, "socket").messages
+    disk = next((each for each in Path("/dev").iterdir() if each.is_block_device()), None)
+    if disk is not None:
+        assert f"{disk} cannot be written: it is a disk" in run(*EXPORT, disk).messages
+
+
+@COMMANDS
+def test_no_room_is_one_line_with_a_remedy(command: tuple[str, ...], run: Run) -> None:
+    result = run(*command, "/dev/full")
+    assert result.status == 2
+    assert "error: /dev/full: cannot be written: No space left on device. Name a file on a disk with room" in (
+        result.messages.replace("OSError: ", "").replace("[Errno 28] ", "")
+    )
+
+
+def test_a_file_that_may_not_grow_is_as_it_was(tmp_path: Path) -> None:
+    import resource
+
+    file = tmp_path / "profile.json"
+    assert start(*EXPORT, str(file)).returncode == 0
+    before = file.read_bytes()
+    limit = (len(before) // 2, len(before) // 2)
+    done = start(*EXPORT, str(file), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    assert done.returncode == 2 and file.read_bytes() == before and os.listdir(tmp_path) == ["profile.json"]
+    assert b"cannot be written: File too large. Name a file on a disk with room that you can write" in done.stderr
+
+
+def test_bench_refuses_records_that_could_not_be_written_before_it_measures(run: Run, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name, words in (("pipe", "no process reads this pipe"), ("", "it is a directory"), ("a/b", "no directory")):
+        result = run("bench", "mxfp8:qwen3-30b-a3b", "--jsonl", tmp_path / name)
+        assert result.status == 2 and result.err.startswith("error: --jsonl: ") and words in result.messages
