@@ -6,6 +6,7 @@ Pieces of each release run from its sources; see `tests.lib.stock_code`.
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
 import re
 from pathlib import Path
@@ -34,6 +35,7 @@ from tests.lib.stock_rules import (
     every_release,
     experts,
     gpu,
+    home,
     humming_conversion,
     node_of,
     number,
@@ -41,6 +43,7 @@ from tests.lib.stock_rules import (
     shuffled_rows,
     skip_unless_taken,
     source_of,
+    stock_of,
     usual,
 )
 from vllm_moe_oracle.backends._humming import COLUMN_MULTIPLE, ROW_MULTIPLE
@@ -83,8 +86,25 @@ def test_hummings_grouped_kernels_run_where_they_are_taken(name: str, release: s
     assert ("moe_parallel_config.use_ep" in text) == ("humming.kernel_kind" not in refused(name, release))
 
 
+HUMMING = [name for name, each in CLASSES.items() if each.kernel == "HUMMING"]
+
+
 @every_release
-@pytest.mark.parametrize("name", [name for name, each in CLASSES.items() if each.kernel == "HUMMING"])
+@pytest.mark.parametrize("name", HUMMING)
+def test_vllm_runs_hummings_class_on_the_layers_that_are_taken(name: str, release: str) -> None:
+    skip_unless_taken(release, name)
+    found, names = stock_of(release, name, home(name))
+    kinds = {each: SimpleNamespace(value=each.lower()) for each in ("INDEXED", "GROUPED_CONTIGUOUS", "GROUPED_MASKED")}
+    names["HummingGemmType"] = SimpleNamespace(**kinds)
+    names["envs"] = SimpleNamespace(VLLM_HUMMING_MOE_GEMM_TYPE=None)
+    asked, spread = names["get_humming_moe_gemm_type"], usual(name).parallel.ep > 1
+    config = SimpleNamespace(moe_parallel_config=SimpleNamespace(use_ep=spread))
+    wanted = asked(config) if inspect.signature(asked).parameters else asked()
+    assert found.humming_gemm_type().value == wanted
+
+
+@every_release
+@pytest.mark.parametrize("name", HUMMING)
 def test_releases_with_an_old_humming_are_refused(name: str, release: str) -> None:
     brought = packages_of("cuda", release)["humming-kernels"]
     old = Version(brought) < Version(backend(name).capabilities.packages["humming-kernels"])

@@ -32,8 +32,8 @@ class Departure:
     Attributes:
         what: what is claimed and refused: compute capabilities (``sm_75``), activations and routing methods by vLLM's
             names (``gelu_tanh``, ``llama4``), ``lora``, ``eplb``; empty for every layer. Two words are other
-            differences: ``unlisted``, releases are taken whose oracle does not list the kernel; ``sizes``, layers are
-            padded less than by vLLM.
+            differences: ``unlisted``, releases are taken whose oracle does not list the kernel (`before` says up to
+            which); ``sizes``, layers are padded less than by vLLM.
         why: the reason, in words.
         before: the first release of vLLM without the difference; "" where every release has it.
     """

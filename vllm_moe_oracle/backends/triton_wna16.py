@@ -37,7 +37,7 @@ class TritonWna16(StockBackend):
     departures = (
         UNPROVEN_LORA,
         Departure(("sm_70",), "vLLM has no kernels of its own for it any more"),
-        Departure(("unlisted",), "before it is listed, vLLM runs the same kernel by a function"),
+        Departure(("unlisted",), "vLLM runs the same kernel by a function", before=min_versions.TRITON_WNA16_LISTED),
     )
     static_priority = 40.0
     activation_precision = "16bit"

@@ -81,8 +81,11 @@ TRITON_KERNELS_LOCAL_IDS = "0.25.1"
 """The classes over triton_kernels do not mistake empty slots (-1) for the last expert, sum only slots that were
 written, and take any number of experts per token. Before, it must be a power of two."""
 
+TRITON_WNA16_LISTED = "0.27.1"
+"""vLLM's oracle for integers lists the Triton class. Before, vLLM runs the same kernel by a function."""
+
 TRITON_WNA16_UNINTERLEAVED = "0.29.0"
-"""The Triton class for integers takes ``swigluoai`` in two halves."""
+"""The same class takes ``swigluoai`` in two halves."""
 
 TRITON_WNA16_LIMIT = "0.28.0"
 """The same class passes a limit to its activation."""
