@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import pty
 import signal
 import subprocess
 import sys
@@ -230,6 +231,28 @@ def test_ctrl_c_ends_both(begin: Callable[[str], tuple[subprocess.Popen[str], in
     (os.killpg if whom == "group" else os.kill)(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "interrupted\n", "") and has_ended(child)
+
+
+def test_ctrl_c_of_a_terminal_is_not_handed_on(tmp_path: Path) -> None:
+    """The child gets it from the terminal, once."""
+    file = tmp_path / "origins"
+    counts = f"""
+signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGINT}})
+print("begun", flush=True)
+found = [signal.sigwaitinfo({{signal.SIGINT}})]
+found += filter(None, [signal.sigtimedwait({{signal.SIGINT}}, 1)])
+open({str(file)!r}, "w").write(str([each.si_code for each in found]))
+{FINISH.format(7)}
+"""
+    process, terminal = pty.fork()
+    if not process:
+        os.execve(sys.executable, [sys.executable, "-c", TOOL.format(work=counts)], environment())
+    with open(terminal, "r+b", buffering=0) as opened:
+        while b"begun" not in opened.read(1024):
+            pass
+        opened.write(b"\x03")
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
+    assert file.read_text() == f"[{child_process._SI_KERNEL}]"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
