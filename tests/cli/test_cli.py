@@ -490,7 +490,7 @@ def test_a_device_can_come_from_a_file(run: Run, write: Write, tmp_path: Path) -
         (("nowhere",), "nowhere: no such file or folder. Give a checkpoint's folder or its config.json"),
         (("",), "CHECKPOINT: the path is empty. Give a checkpoint's folder"),
         (("CONFIG", "--tp", "5"), "do not divide the 32 attention heads (32 mod 5 = 2). Use TP 4"),
-        (("CONFIG", "--tp", "1000000000"), "1000000000 ranks are more than 65536"),
+        (("CONFIG", "--tp", "1000000000"), "vLLM refuses 1000000000 ranks, which do not divide the 32 attention heads"),
         (("CONFIG", "--tp", "24"), "do not divide the 32 attention heads (32 mod 24 = 8). Use TP 16"),
         (("CONFIG", "--tp", "0"), "--tp: 0 ranks are not possible"),
         (("CONFIG", "--device", "h2000"), "'h2000'. Did you mean nvidia-h200? Valid are "),

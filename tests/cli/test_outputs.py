@@ -116,7 +116,7 @@ def test_a_file_that_may_not_grow_is_as_it_was(tmp_path: Path) -> None:
     assert b"cannot be written: File too large. Name a file on a disk with room that you can write" in done.stderr
 
 
-def test_bench_refuses_records_that_could_not_be_written_before_it_measures(run: Run, tmp_path: Path) -> None:
+def test_bench_refuses_bad_paths_of_records_before_it_measures(run: Run, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name, words in (("pipe", "no process reads this pipe"), ("", "it is a directory"), ("a/b", "no directory")):
         result = run("bench", "mxfp8:qwen3-30b-a3b", "--jsonl", tmp_path / name)

@@ -98,7 +98,7 @@ def _output_path(text: object) -> Path:
 
 def output_option(text: str, *names: str, metavar: str = "FILE") -> Any:
     """The same for a file that is written."""
-    return typer.Option(*names, help=f"{text} - for standard output.", metavar=metavar, parser=_output_path)
+    return typer.Option(*names, help=f'{text} "-" is standard output.', metavar=metavar, parser=_output_path)
 
 
 TensorParallel = Annotated[int, count_option("Tensor-parallel ranks, as vLLM's --tensor-parallel-size.")]
