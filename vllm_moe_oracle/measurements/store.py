@@ -30,6 +30,7 @@ from ..settings import env_var
 from ..untrusted import boundary
 from .environment import Environment
 from .kernel_shape import MAX_SAMPLES, KernelShape, Sample
+from .sqlite_errors import LOCKED, describe_operational, harmless, lock_holders
 
 FILE_NAME = "measurements.sqlite"
 SCHEMA_VERSION = 1
@@ -61,6 +62,8 @@ _MAX_ALL_ROWS = 16384
 """Most rows read for a kernel shape. An environment beyond them is not read at all."""
 _MAX_TEXT_CHARS = 1 << 16
 """Longest text read from the file."""
+_MAX_SHOWN_CHARS = 400
+"""Characters of a measurement that a message shows."""
 _MAX_VM_STEPS = 2_000_000
 """Most SQLite instructions of one query, some tens of milliseconds, so that a hostile file cannot delay a server."""
 _MAX_SCHEMA_VM_STEPS = 1000
@@ -235,32 +238,49 @@ class Store:
         routing and number of tokens.
 
         Raises:
-            MeasurementError: the samples cannot be stored. Earlier samples are unchanged.
-            ValueError: a sample is invalid.
+            MeasurementError: the samples cannot be stored, or one of the arguments could not be read again. Earlier
+                samples are unchanged.
         """
-        samples = list(samples)
-        if invalid := [each for each in samples if not each.is_valid]:
-            raise ValueError(f"invalid sample: {invalid[0]}")
-        rows = [
-            (shape.key, each.backend, each.tokens, each.routing, msgspec.json.encode(each).decode(), time.time())
-            for each in samples
-        ]
+        place, key, taken = self._encode(environment), self._encode(shape), time.time()
+        rows = [(key, each.backend, each.tokens, each.routing, self._encode(each), taken) for each in samples]
         with self._errors(), self._writing() as connection:
             try:
                 self._check(connection)
-                connection.execute("INSERT OR IGNORE INTO environments (description) VALUES (?)", (environment.key,))
-                (number,) = connection.execute(
-                    "SELECT id FROM environments WHERE description = ?", (environment.key,)
-                ).fetchone()
-                connection.executemany(
-                    "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?)", [(number, *row) for row in rows]
-                )
+                connection.execute("INSERT OR IGNORE INTO environments (description) VALUES (?)", (place,))
+                (number,) = connection.execute("SELECT id FROM environments WHERE description = ?", (place,)).fetchone()
+                for row in rows:
+                    self._insert(connection, (number, *row))
                 self._execute(connection, "COMMIT")
             except BaseException:
                 # If this fails (a full disk), the next process that opens the file rolls the journal back.
                 with contextlib.suppress(sqlite3.Error):
                     connection.execute("ROLLBACK")
                 raise
+
+    def _encode(self, value: Environment | KernelShape | Sample) -> str:
+        """A struct as JSON that `_decode` reads: a row that cannot be read would cost all others of the layer.
+
+        Raises:
+            MeasurementError: it is invalid.
+        """
+        shown = sanitize(repr(value))[:_MAX_SHOWN_CHARS]
+        with boundary(MeasurementError, f"cannot keep an invalid {_NOUNS[type(value)]}, {shown}"):
+            text = value.key if not isinstance(value, Sample) else msgspec.json.encode(value).decode()
+            read = msgspec.json.decode(text, type=type(value))
+            if read != value or not read.is_valid or len(text) > _MAX_TEXT_CHARS:
+                raise ValueError("it could not be read again")
+        return text
+
+    def _insert(self, connection: sqlite3.Connection, row: tuple[Any, ...]) -> None:
+        """Writes a row of samples. What a table refuses is the row's fault, not the file's.
+
+        Raises:
+            MeasurementError: the row holds a value that the table does not take, such as NaN, which is NULL in SQLite.
+        """
+        try:
+            connection.execute("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        except (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError, OverflowError) as error:
+            raise self._error(f"cannot keep the row {sanitize(repr(row))[:_MAX_SHOWN_CHARS]}: {error}") from error
 
     def prepare(self) -> str:
         """Creates the file if needed and renames a damaged one. Must be called before `add`.
@@ -314,7 +334,7 @@ class Store:
             return True
 
         if not self._wait(attempt, self.path):
-            raise sqlite3.OperationalError(_LOCKED)
+            raise sqlite3.OperationalError(LOCKED)
 
     def _wait(self, attempt: Callable[[], bool], locked: Path) -> bool:
         """Repeats an attempt to lock a file until it succeeds; False when it has waited long enough."""
@@ -325,7 +345,7 @@ class Store:
             if not told:
                 told = True
                 self._report(
-                    f"waiting up to {self._writer_seconds:.0f} s: {locked} is locked by {_lock_holders(locked)}"
+                    f"waiting up to {self._writer_seconds:.0f} s: {locked} is locked by {lock_holders(locked)}"
                 )
         return True
 
@@ -364,10 +384,12 @@ class Store:
                 rows = connection.execute("PRAGMA quick_check(1)").fetchall()
                 return [tuple(row) for row in rows] != [("ok",)]
         except sqlite3.OperationalError as error:  # locked, read-only, no permission: the file is intact
-            raise self._error(self._describe_error(error), _OTHER_DIRECTORY_REMEDY) from error
+            raise self._error(describe_operational(error, self.path), _OTHER_DIRECTORY_REMEDY) from error
         except MeasurementError:
             raise
-        except Exception:  # SQLite's errors, and what Python makes of their messages: these need not be UTF-8
+        except Exception as error:  # SQLite's errors, and what Python makes of their messages: these need not be UTF-8
+            if (reason := harmless(error)) is not None:
+                raise self._error(reason, _MOVE_REMEDY) from error
             if self._begins_as_ours():
                 return True
             raise self._error("is not a store of measurements", _MOVE_REMEDY) from None
@@ -442,7 +464,7 @@ class Store:
 
             lock = self.path.with_name(f".{FILE_NAME}.lock")
             if not self._wait(attempt, lock):
-                rule = f"{lock.name} beside it is locked by {_lock_holders(lock)}"
+                rule = f"{lock.name} beside it is locked by {lock_holders(lock)}"
                 rule += f" for more than {self._writer_seconds:.0f} s"
                 raise self._error(rule, "End that process, or wait for it")
             yield
@@ -503,20 +525,15 @@ class Store:
                     raise self._error("holds an invalid measurement: not a text", "Move it away") from error
                 if self._has_impossible_header():
                     raise  # it is damaged
-                raise self._error(self._describe_error(error), _OTHER_DIRECTORY_REMEDY) from error
+                raise self._error(describe_operational(error, self.path), _OTHER_DIRECTORY_REMEDY) from error
             except sqlite3.DataError as error:  # a text longer than the connection's limit
                 raise self._error(f"holds an invalid measurement: {error}", "Move it away") from error
-            except sqlite3.DatabaseError as error:
+            except (sqlite3.Error, MemoryError) as error:
+                if (reason := harmless(error)) is not None:
+                    raise self._error(reason, _MOVE_REMEDY) from error
                 if self._begins_as_ours():
                     raise
                 raise self._error(f"is not a store of measurements: {error}", _MOVE_REMEDY) from error
-
-    def _describe_error(self, error: sqlite3.OperationalError) -> str:
-        """SQLite's messages, as the rest of a sentence that starts with the file's name."""
-        text = str(error)
-        if text == _LOCKED:
-            return f"is being written by {_lock_holders(self.path)}"
-        return _KNOWN_ERRORS.get(text, text)
 
     def _decode(self, text: object, kind: type[Any]) -> Any:
         """A struct of a kind in `_NOUNS` from untrusted JSON."""
@@ -544,16 +561,6 @@ _MOVE_REMEDY = f"Move it away, or {_OTHER_DIRECTORY_REMEDY[0].lower()}{_OTHER_DI
 _NOUNS: dict[type[Any], str] = {Sample: "sample", Environment: "environment", KernelShape: "layer"}
 
 
-_LOCKED = "database is locked"
-
-_KNOWN_ERRORS = {
-    "interrupted": "takes too long to answer",
-    "unable to open database file": "cannot be opened",
-    "attempt to write a readonly database": "cannot be written to: the file or its folder is read-only",
-    "database or disk is full": "cannot be written to: the disk is full",
-    "disk I/O error": "cannot be written to: the disk reports an error, or is full",
-}
-
 _SCHEMA_QUERY = "SELECT type, name, tbl_name, sql FROM sqlite_master"
 
 
@@ -570,17 +577,3 @@ def _schema() -> list[tuple[Any, ...]]:
 def shared_store(directory: Path) -> Store:
     """A process's one store of a directory for reading, so that the reads of all layers share what they wait."""
     return Store(directory)
-
-
-def _lock_holders(path: Path) -> str:
-    """The processes that have a lock on a file, as far as Linux tells: not those of other machines."""
-    holders = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        number = str(path.stat().st_ino)
-        for line in Path("/proc/locks").read_text().splitlines():
-            fields = line.split()  # "1: POSIX ADVISORY WRITE 4711 08:01:131 0 EOF"; waiting ones have "->" before POSIX
-            if fields[1] != "->" and fields[5].rpartition(":")[2] == number and int(fields[4]) not in (0, os.getpid()):
-                name = Path(f"/proc/{int(fields[4])}/comm")
-                words = sanitize(name.read_text(errors="replace")) if name.exists() else "?"
-                holders.append(f"process {fields[4]} ({words})")
-    return " and ".join(dict.fromkeys(holders)) or "another process"
