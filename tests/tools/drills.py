@@ -228,7 +228,7 @@ class CpuMxfp4Class(StockBackend):
     stock_class = f"{EXPERTS}.cpu_moe:CPUExpertsMxfp4"
     stock_kernel = "CPU"
     departures = (
-        Departure(("silu",), "nobody has run the class with it"),
+        Departure(("silu", "gelu", "gelu_tanh"), "nobody has run the class with it"),
         Departure((), "the class routes tokens itself", before=min_versions.CPU_INT4_ROUTED_IDS),
         UNPROVEN_EPLB,
     )
@@ -386,7 +386,7 @@ DRILLS: Mapping[str, Drill] = {
             "the class takes no batched tokens": edit(_WRAPPER, "bias=True", 'bias=True, formats=("batched",)'),
             "the class takes no rows in halves": edit(_WRAPPER, "    rules = (", "    unused = ("),
             "the class runs on no GPU": edit(_WRAPPER, 'devices=("cpu",)', 'devices=("cuda",)'),
-            "a refusal has no reason": edit(_WRAPPER, '("silu",)', '("situ",)'),
+            "a refusal has no reason": edit(_WRAPPER, '("silu", ', "("),
             "a reason is for nothing": edit(
                 _WRAPPER, "UNPROVEN_EPLB,\n", 'UNPROVEN_EPLB, Departure(("lora",), "slow"),\n'
             ),
