@@ -1,8 +1,8 @@
 """The formula that an entry of the table states is what the reference and the kernels compute.
 
 The text of `ActivationSpec.formula` is evaluated in float64. The source of the kernels' formulas runs in float64
-too, with NumPy's functions for Triton's; that it compiles is the subject of test_activations.py. A new entry needs no
-line here.
+too, with NumPy's functions for Triton's; that it compiles is the subject of test_activations.py. A new entry needs a
+line here only for a word that neither NumPy nor `WORDS` has.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,21 @@ GATE, UP = (each.ravel() for each in np.meshgrid(np.linspace(-6, 6, 49), np.lins
 _erf = np.vectorize(math.erf)
 
 
+class _Functions:
+    """NumPy's functions by name; those of Python's `math` that NumPy has not, for arrays.
+
+    Raises:
+        NameError: neither has it.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name in np.__all__:
+            return getattr(np, name)
+        if hasattr(math, name):
+            return np.vectorize(getattr(math, name))
+        raise NameError(f"neither NumPy nor math has {name!r}: add it to {type(self).__qualname__} in {__file__}")
+
+
 def _gelu(x: Any, approximate: str = "none") -> Any:
     inner = _erf(x / 2**0.5) if approximate == "none" else np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))
     return 0.5 * x * (1 + inner)
@@ -42,6 +57,10 @@ def _sigmoid(x: Any) -> Any:
 
 
 WORDS = {
+    **{name: getattr(np, name) for name in ("abs", "cos", "exp", "log", "log1p", "sin", "sqrt", "where")},
+    "erf": _erf,
+    "max": np.maximum,
+    "softplus": lambda x: np.logaddexp(0, x),
     "sigmoid": _sigmoid,
     "silu": lambda x: x * _sigmoid(x),
     "gelu": _gelu,
@@ -81,14 +100,18 @@ def stated(activation: Activation) -> Any:
 
 
 def in_float64(function: Any) -> Callable[..., Any]:
-    """A device function of `epilogue` with NumPy for Triton."""
+    """A device function of `epilogue` with NumPy for Triton, and so are the device functions that it calls."""
 
     def static_assert(condition: bool, message: str = "") -> None:
         assert condition, message
 
-    triton = SimpleNamespace(**{name: getattr(np, name) for name in np.__all__}, static_assert=static_assert)
-    libdevice = SimpleNamespace(erf=_erf, tanh=np.tanh)
-    return FunctionType(function.fn.__code__, {"tl": triton, "libdevice": libdevice, "__builtins__": {}})
+    functions = _Functions()
+    functions.static_assert = static_assert
+    known = {"tl": functions, "libdevice": functions, "__builtins__": {}}
+    for name, each in vars(epilogue).items():
+        if isinstance(each, type(function)):
+            known[name] = FunctionType(each.fn.__code__, known)
+    return known[function.fn.__name__]
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

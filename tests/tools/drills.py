@@ -291,12 +291,15 @@ _SPECS, _IN_TORCH, _IN_KERNELS = (
 _ENTRY = (
     '    ActivationSpec("hardswish", "gate * clamp(alpha * gate + 3, 0, 6) / 6 * up", kernel="hardswish", '
     'parameters=("alpha",)),\n'
+    '    ActivationSpec("relu6", "clamp(x, 0, 6)", gated=False, ungated=True, ungated_kernel="relu6"),\n'
 )
 _TORCH_BRANCH = '    if name == "hardswish":\n        return x * (alpha * x + 3.0).clamp(0.0, 6.0) / 6.0\n'
+_TORCH_UNGATED = '    if name == "relu6":\n        return x.clamp(0.0, 6.0)\n'
 _KERNEL_BRANCH = (
     '    elif ACTIVATION == "hardswish":\n'
     "        return gate * tl.minimum(tl.maximum(alpha * gate + 3.0, 0.0), 6.0) / 6.0 * up\n"
 )
+_KERNEL_UNGATED = '    elif ACTIVATION == "relu6":\n        return tl.minimum(tl.maximum(x, 0.0), 6.0)\n'
 
 
 def _before(mark: str, text: str) -> tuple[str, str]:
@@ -304,21 +307,24 @@ def _before(mark: str, text: str) -> tuple[str, str]:
 
 
 def _add_activation(tree: TreeCopy) -> None:
-    """Hardswish with a slope, which no layer has without a gate."""
-    tree.edit(_SPECS, *_before('    ActivationSpec("relu2"', _ENTRY))
-    tree.edit(_IN_TORCH, *_before('    if name == "relu2":\n', _TORCH_BRANCH))
+    """Hardswish with a slope for experts with a gate, and relu6 for experts without one."""
+    tree.edit(_SPECS, *_before('    ActivationSpec(\n        "relu2"', _ENTRY))
+    tree.edit(_IN_TORCH, *_before('    if name == "relu2":\n', _TORCH_BRANCH + _TORCH_UNGATED))
     tree.edit(_IN_KERNELS, *_before('    else:\n        tl.static_assert(ACTIVATION == "gelu_tanh"', _KERNEL_BRANCH))
+    tree.edit(_IN_KERNELS, *_before("    else:\n        tl.static_assert(False", _KERNEL_UNGATED))
 
 
 DRILLS: Mapping[str, Drill] = {
     "activation": Drill(
-        "an activation: one entry of one table, its formula in torch and in the kernels",
+        "activations with and without a gate: entries of one table, formulas in torch and in the kernels",
         4,
         _add_activation,
         {
             "the kernels have no formula": edit(_IN_KERNELS, _KERNEL_BRANCH, ""),
             "the kernels ignore alpha": edit(_IN_KERNELS, "alpha * gate + 3.0", "gate + 3.0"),
             "the kernels clamp elsewhere": edit(_IN_KERNELS, "0.0), 6.0) / 6.0", "0.0), 3.0) / 6.0"),
+            "the kernels have none without a gate": edit(_IN_KERNELS, _KERNEL_UNGATED, ""),
+            "the kernels clamp elsewhere without a gate": edit(_IN_KERNELS, "(x, 0.0), 6.0)", "(x, 0.0), 5.0)"),
             "torch has no formula": edit(_IN_TORCH, _TORCH_BRANCH, ""),
             "torch shifts by another number": edit(_IN_TORCH, "alpha * x + 3.0", "alpha * x + 2.0"),
             "its alias is taken": edit(_SPECS, 'kernel="hardswish",', 'kernel="hardswish", aliases=("swish",),'),
