@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -37,8 +38,8 @@ class _Names(dict[str, Any]):
 
 
 class _Stripper(ast.NodeTransformer):
-    def __init__(self, classes: set[str]) -> None:
-        self.classes = classes | {"Enum", "IntEnum"}
+    def __init__(self, classes: Iterable[str]) -> None:
+        self.classes = {*classes, "Enum", "IntEnum"}
 
     def visit_Import(self, node: ast.Import) -> None:
         return None
@@ -88,6 +89,20 @@ def exists(release: str, path: str) -> bool:
     return (sources(release) / path).is_file()
 
 
+def bases_elsewhere(release: str, path: str) -> dict[str, str]:
+    """Classes of other files of experts that classes of a file of a release are derived from, and their files."""
+    module = tree(release, path)
+    classes = [node for node in module.body if isinstance(node, ast.ClassDef)]
+    bases = {base.id for node in classes for base in node.bases if isinstance(base, ast.Name)}
+    return {
+        alias.name: f"{node.module.replace('.', '/')}.py"
+        for node in ast.walk(module)
+        if isinstance(node, ast.ImportFrom) and node.module and ".fused_moe.experts." in node.module
+        for alias in node.names
+        if alias.name in bases and alias.asname is None
+    }
+
+
 @functools.cache
 def _code(release: str, path: str) -> tuple[Any, frozenset[str]]:
     """A file's code without its imports, and the names that they would have bound."""
@@ -99,17 +114,18 @@ def _code(release: str, path: str) -> tuple[Any, frozenset[str]]:
         for alias in node.names
     )
     classes = {node.name for node in module.body if isinstance(node, ast.ClassDef)}
-    stripped = ast.fix_missing_locations(_Stripper(classes).visit(module))
+    stripped = ast.fix_missing_locations(_Stripper(classes | bases_elsewhere(release, path).keys()).visit(module))
     return compile(stripped, f"{release}/{path}", "exec"), bound
 
 
 def load(release: str, path: str, **given: Any) -> dict[str, Any]:
-    """The globals of a file of a release after it has run.
+    """The globals of a file of a release after it has run. Classes of other files of experts that its own are derived
+    from are there, too.
 
     Args:
         release: vLLM's version.
         path: below the release's folder.
-        given: names that the file would have imported.
+        given: names that the file, and those of such classes, would have imported.
     """
     import builtins
 
@@ -120,6 +136,7 @@ def load(release: str, path: str, **given: Any) -> dict[str, Any]:
     code, bound = _code(release, path)
     # The body of a class asks its globals in a way that does not ask `__missing__`.
     imported = {name: MagicMock(name=name) for name in bound}
+    imported |= {name: load(release, file, **given)[name] for name, file in bases_elsewhere(release, path).items()}
     names = _Names({"__builtins__": vars(builtins), "__name__": __name__, **imported, **real, **given})
     exec(code, names)
     return names

@@ -18,7 +18,16 @@ from tests.lib import vllm_configs
 from tests.lib.cases import GPT_OSS as HALVES
 from tests.lib.cases import MXFP8_W8A8, SILU, problem
 from tests.lib.releases import every_release as every_release
-from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, UncachedFunctools, exists, load, tree
+from tests.lib.stock_code import (
+    FUSED_MOE,
+    QUANTIZATION,
+    Platform,
+    UncachedFunctools,
+    bases_elsewhere,
+    exists,
+    load,
+    tree,
+)
 from vllm_moe_oracle import schemes
 from vllm_moe_oracle.backends import Backend
 from vllm_moe_oracle.backends._stock import Departure, StockBackend
@@ -274,14 +283,16 @@ def has_class(release: str, path: str, class_name: str) -> bool:
 
 
 def bases_of(release: str, name: str) -> list[str]:
-    """Names of the classes that a stock class is made of, in its file."""
+    """Names of the classes that a stock class is made of, in its file and in other files of experts."""
     path, class_name, *_ = CLASSES[name]
-    nodes = {node.name: node for node in tree(release, path).body if isinstance(node, ast.ClassDef)}
-    found, waiting = [], [class_name]
+    found, waiting = [], [(path, class_name)]
     while waiting:
-        for base in nodes[waiting.pop()].bases:
+        file, derived = waiting.pop()
+        nodes = {node.name: node for node in tree(release, file).body if isinstance(node, ast.ClassDef)}
+        files = dict.fromkeys(nodes, file) | bases_elsewhere(release, file)
+        for base in nodes[derived].bases:
             found.append(base.id if isinstance(base, ast.Name) else ast.unparse(base))
-            waiting += [found[-1]] * (found[-1] in nodes)
+            waiting += [(files[found[-1]], found[-1])] if found[-1] in files else []
     return found
 
 
