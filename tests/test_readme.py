@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.lib import readme_sections
-from tests.tools import generate
+from tests.tools import generate, restamp_profiles
 from vllm_moe_oracle.releases.supported import NEWEST, RELEASES
 
 README = generate.ROOT / "README.md"
@@ -117,6 +117,18 @@ def test_the_releases_on_page_one_are_the_supported_ones() -> None:
 def test_a_generated_file_is_up_to_date(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert generate.FILES[path](text) == text, "run: python -m tests.tools.generate --write"
+
+
+def test_nothing_is_written_while_the_kernels_are_not_the_measured_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert restamp_profiles.stale_profiles() == [], "run: python -m tests.tools.restamp_profiles"
+    monkeypatch.setattr(restamp_profiles, "kernel_sources_hash", lambda: "0" * 16)
+    monkeypatch.setattr(generate, "FILES", {})
+    monkeypatch.setattr("sys.argv", ["generate", "--write"])
+    assert generate.main() == 2 and "run tests.tools.restamp_profiles, or measure" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["generate", "--write", "--as-predictions"])
+    assert generate.main() == 0
 
 
 def test_the_golden_decisions_are_of_the_newest_release() -> None:

@@ -92,6 +92,14 @@ def test_what_status_writes_can_be_read(tmp_path: Path) -> None:
     assert catalog.load_device(file) == catalog.known_device("nvidia-b200")
 
 
+@pytest.mark.parametrize("text", ['{"kind": "cuda", "name": "X", "sm_counts": 3}', '{"kind": "cuda"', "\xff"])
+def test_a_damaged_file_of_the_catalog_is_named(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-x.json").write_bytes(text.encode("latin-1"))
+    monkeypatch.setattr(catalog, "_DIRECTORY", tmp_path)
+    with pytest.raises(SettingError, match=r"nvidia-x\.json: .*\. Its fields are kind, name, aliases"):
+        catalog.catalog.__wrapped__()
+
+
 def test_a_file_needs_only_kind_and_name(tmp_path: Path) -> None:
     file = tmp_path / "small.json"
     file.write_text('{"kind": "cpu", "name": "mine"}')

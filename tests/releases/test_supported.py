@@ -16,10 +16,11 @@ import pytest
 import torch
 from packaging.version import Version
 
-from tests.lib.releases import ReleaseUnavailable, every_release, sources
+from tests.lib.releases import DEFAULT_RELEASE, ReleaseUnavailable, every_release, some_releases, sources
 from tests.tools import release_names
 from vllm_moe_oracle import compat
 from vllm_moe_oracle.core import activations
+from vllm_moe_oracle.core.activations import ACTIVATIONS
 from vllm_moe_oracle.core.problem import Activation, Device
 from vllm_moe_oracle.errors import StandDown
 from vllm_moe_oracle.releases import min_versions
@@ -49,6 +50,16 @@ def test_models_that_a_release_has_no_more_are_known(release: str) -> None:
     removed = release_names.removed_models(sources(release) / "vllm", RELEASES[0])
     assert removed.items() <= REMOVED_MODELS.items()
     assert release != NEWEST or removed == REMOVED_MODELS
+
+
+@some_releases(*dict.fromkeys((DEFAULT_RELEASE, NEWEST)))
+def test_every_activation_is_one_of_vllm(release: str) -> None:
+    text = (sources(release) / "vllm/model_executor/layers/fused_moe/activation.py").read_text()
+    known = set(re.findall(r'^    [A-Z0-9_]+ = "(\w+)"$', text, re.MULTILINE))
+    assert "silu" in known
+    for spec in ACTIVATIONS.values():
+        names = [spec.name] * spec.gated + [f"{spec.name}_no_mul"] * spec.ungated
+        assert {*names, *filter(None, [spec.halves_name])} <= known, spec.name
 
 
 @every_release

@@ -1,6 +1,8 @@
 """Everything in the repository that is generated from the code: ``python -m tests.tools.generate [--write]``.
 
-Without ``--write`` it says what is stale; `tests/test_readme.py` fails then. Generated are
+Without ``--write`` it says what is stale; `tests/test_readme.py` fails then. After a change of the kernels' sources the
+shipped times are predictions: it writes nothing before `tests.tools.restamp_profiles` has renewed the profiles, or
+kernels were measured again, unless ``--as-predictions`` is given. Generated are
 
 * the parts of README.md and of the package's pages between ``<!-- name -->`` and ``<!-- /name -->``,
 * the releases in the README's Dockerfile and text,
@@ -43,6 +45,7 @@ from tests.tools import (
     ranks_table,
     recipes,
     release_names,
+    restamp_profiles,
     serving_tables,
     tile_search_table,
     triton_table,
@@ -317,8 +320,16 @@ def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="bring the files up to date")
-    write = parser.parse_args().write
-    stale = []
+    parser.add_argument("--as-predictions", action="store_true", help="write figures of kernels that have changed")
+    options = parser.parse_args()
+    write, stale = options.write, []
+    if write and not options.as_predictions and (changed := restamp_profiles.stale_profiles()):
+        print(
+            f"the kernels' sources are not those that were measured ({', '.join(each.name for each in changed)}): run "
+            "tests.tools.restamp_profiles, or measure; --as-predictions writes pages with the times as predictions",
+            file=sys.stderr,
+        )
+        return 2
     if evidence.is_stale():
         stale.append(str(evidence.GOLDEN.relative_to(ROOT)))
         if write:

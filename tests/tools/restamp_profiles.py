@@ -63,13 +63,19 @@ def changed_calls(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     ]
 
 
+def stale_profiles() -> list[Path]:
+    """Profiles whose times of our kernels were taken with other kernel sources than the present ones."""
+    present = kernel_sources_hash()
+    return [path for path in sorted(PROFILES.glob("*.json")) if restamped(text := path.read_text(), present) != text]
+
+
 def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("digests", nargs="*", type=Path, metavar="DIGESTS")
     args = parser.parse_args()
     fingerprint = kernel_sources_hash()
-    stale = [path for path in PROFILES.glob("*.json") if restamped(path.read_text(), fingerprint) != path.read_text()]
+    stale = stale_profiles()
     if not args.digests:
         print("\n".join(f"{path.name} was measured with other kernels" for path in stale) or "every profile is current")
         return int(bool(stale))

@@ -73,11 +73,22 @@ def known_device_names() -> list[str]:
 
 @cache
 def catalog() -> dict[str, DeviceSpec]:
-    """All known devices by name."""
-    return {
-        name: msgspec.json.decode((_DIRECTORY / f"{name}.json").read_bytes(), type=DeviceSpec)
-        for name in known_device_names()
-    }
+    """All known devices by name.
+
+    Raises:
+        SettingError: a file of the package does not describe a device.
+    """
+    return {name: _read_spec(_DIRECTORY / f"{name}.json") for name in known_device_names()}
+
+
+def _read_spec(path: Path) -> DeviceSpec:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=DeviceSpec)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a ValidationError names the field
+        known = ", ".join(each.name for each in msgspec.structs.fields(DeviceSpec))
+        raise SettingError(
+            f"the file of a device cannot be read: {error}", f"Its fields are {known}", str(path)
+        ) from error
 
 
 def find_spec(name: str) -> DeviceSpec | None:

@@ -210,7 +210,8 @@ def discover(points: Iterable[EntryPoint] = (), skipped: Mapping[str, str] = Map
             continue
         module = importlib.import_module(f"{builtin_package.__name__}.{module_info.name}")
         if not hasattr(module, "BACKEND"):
-            raise RegistryError("the module exports no BACKEND", where=module.__name__)
+            remedy = "End it with `BACKEND = Class()`. The name of a file that holds none begins with _"
+            raise RegistryError("the module exports no BACKEND", remedy, module.__name__)
         registry.add(module.BACKEND, module.__name__)
     registry.add_entry_points(points, skipped)
     return registry
