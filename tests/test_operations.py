@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import vllm_moe_oracle
@@ -63,10 +64,33 @@ def test_every_field_of_a_record_is_in_the_schema(record: dict[str, Any]) -> Non
     assert set(record) == set(SCHEMA["required"]) == set(SCHEMA["properties"])
     (group,) = record["groups"]
     assert set(group) == set(SCHEMA["$defs"]["group"]["properties"])
-    assert set(group["decision"]) == set(SCHEMA["$defs"]["decision"]["properties"])
+    decision = SCHEMA["$defs"]["decision"]["properties"]
+    assert set(group["decision"]) == set(decision)
+    assert set(group["decision"]["comparison"]) == set(decision["comparison"]["properties"])
     rejected = next(each for each in group["candidates"] if not each["accepted"])
     assert set(rejected) == set(SCHEMA["$defs"]["candidate"]["properties"])
     assert set(rejected["reasons"][0]) == {"code", "detail", "remedy"}
+
+
+@pytest.mark.parametrize(
+    ("device", "layer", "why"),
+    [
+        ("nvidia-h200", "mxfp8:qwen3-30b-a3b", "measured"),
+        ("nvidia-h800", "mxfp8:qwen3-30b-a3b", "predicted"),
+        ("nvidia-a100", "mxfp8:qwen3-30b-a3b", "static"),
+    ],
+)
+def test_every_kind_of_choice_has_one_shape(device: str, layer: str, why: str) -> None:
+    """Also in ``explain --json``, which has the same record: what is by backend is an object, as its `time_errors`."""
+    jsonschema = pytest.importorskip("jsonschema", reason="vLLM brings it")
+    problem, machine = model_shapes.parse(layer), catalog.known_device(device)
+    found = decide(problem, machine, Settings(), measurements=lookup.find_measurements(problem, machine, Settings()))
+    made = json.loads(msgspec.json.encode(found.to_record()))
+    jsonschema.Draft202012Validator(SCHEMA["$defs"]["decision"]).validate(made)
+    assert made["why"] == why and (made["comparison"] is None) == (why == "static")
+    if made["comparison"] is not None:
+        assert bool(made["comparison"]["errors"]) == (why == "predicted")
+        assert found.backend in made["comparison"]["times"]
 
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -34,7 +34,7 @@ from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.measurements import profile
 from vllm_moe_oracle.oracle.registry import ENTRY_POINT_GROUP, default_registry
 from vllm_moe_oracle.releases import min_versions
-from vllm_moe_oracle.releases.supported import NEWEST, TESTED_RELEASES
+from vllm_moe_oracle.releases.supported import NEWEST, RELEASES, TESTED_RELEASES
 
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}
 
@@ -144,9 +144,17 @@ def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Write)
     assert (group["layers"], group["count"]) == ("model.layers.0-47.mlp.experts", 48)
     problem = msgspec.convert(group["problem"], Problem)
     assert (problem.intermediate_size, problem.parallel.tp, problem.layer) == (384, 2, "model.layers.0.mlp.experts")
-    assert list(group["decision"]) == ["backend", "why", "explanation", "numerics", "plan", "measured", "token_ranges"]
+    assert list(group["decision"]) == [
+        "backend",
+        "why",
+        "explanation",
+        "numerics",
+        "plan",
+        "comparison",
+        "token_ranges",
+    ]
     assert group["decision"]["why"] == "static"
-    assert (group["decision"]["measured"], group["decision"]["token_ranges"]) == (None, [])
+    assert (group["decision"]["comparison"], group["decision"]["token_ranges"]) == (None, [])
     assert isinstance(group["decision"]["numerics"], str)
     assert msgspec.convert(group["decision"]["plan"], ShardPlan).hidden_size == 2048
     names = [candidate["backend"] for candidate in group["candidates"]]
@@ -657,7 +665,7 @@ def test_stocks_times_are_of_the_kernel_that_stock_runs_for_the_packing(run: Run
     (group,) = run("explain", path, "--device", "nvidia-h200", "--json").json["groups"]
     gain, decision = group["gain_over_stock"], group["decision"]
     assert gain["stock"].startswith("marlin_mxfp4") and decision["backend"] == "hopper_mxfp4"
-    assert gain["speedup"] == pytest.approx(1 / (1 - decision["measured"]["time_saved"]))
+    assert gain["speedup"] == pytest.approx(1 / (1 - decision["comparison"]["time_saved"]))
 
 
 def test_predicted_times_have_their_error(run: Run, write: Write, tmp_path: Path) -> None:
@@ -666,8 +674,8 @@ def test_predicted_times_have_their_error(run: Run, write: Write, tmp_path: Path
     assert re.search(r"^  hopper_mxfp8 +chosen +1: \d+ ±\d+,", text, re.MULTILINE)
     (group,) = run(*asked, "--json").json["groups"]
     # A single time is less certain than the mean that decides.
-    means = dict(group["decision"]["measured"]["errors"])
-    assert set(group["time_errors"]) == set(means)
+    means = group["decision"]["comparison"]["errors"]
+    assert means and set(group["time_errors"]) == set(means)
     assert all(means[name] < error < 0.5 for name, error in group["time_errors"].items())
     assert "±" not in run("explain", write(), "--device", measured_h200(tmp_path)).out.partition("candidate")[2]
 
@@ -1298,9 +1306,10 @@ def test_a_release_of_vllm_can_be_named(run: Run, write: Write, tmp_path: Path) 
         names = {each["backend"]: each["accepted"] for each in made["candidates"]}
         assert names["humming_mxfp8"] == (release == NEWEST)
         assert made["decision"]["why"] in ("measured", "predicted")
-    for wrong in ("0.11.0", "9.0", "newest"):
+    for wrong, rule in (("0.11.0", "older than the oldest"), ("9.0", "newer than the newest"), ("newest", "cannot be")):
         refused = run("explain", write(), "--vllm", wrong)
-        assert refused.status == 2 and f"{wrong!r} is not a supported release" in refused.err
+        assert refused.status == 2 and wrong in refused.err and rule in refused.err
+        assert refused.err.count(f"{RELEASES[0]} to {NEWEST}") == 1
 
 
 def test_a_release_is_named_without_its_v(run: Run, write: Write) -> None:

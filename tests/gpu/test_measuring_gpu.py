@@ -93,7 +93,7 @@ def test_tuning_gpt_oss_20b_takes_less_than_three_minutes_and_decides(tmp_path: 
     found = lookup.find_measurements(layer, here, chosen)
     assert time.perf_counter() - begin < 0.1
     decision = decide(layer, here, chosen, measurements=found)
-    assert decision.why == "measured" and decision.measured is not None
+    assert decision.why == "measured" and decision.comparison is not None
     again = tuning.tune([layer], here, chosen, store, tuning.TuneOptions())
     assert [each.measured for each in again.values()] == [0]
 

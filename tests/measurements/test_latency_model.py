@@ -222,7 +222,7 @@ def test_the_error_of_a_ratio_is_that_of_the_pair(ratio_error: float, winner: st
         times, "somewhere", errors={"a": 0.07, "b": 0.07}, ratio_errors={frozenset("ab"): ratio_error}
     )
     choice = choose_fastest(found, ["a", "b"], parse_objective("balanced"), 0.03)
-    assert choice.backend == winner and choice.measured is not None and choice.measured.ratio_error == ratio_error
+    assert choice.backend == winner and choice.comparison is not None and choice.comparison.ratio_error == ratio_error
 
 
 def test_a_large_error_does_not_hide_a_sure_gain() -> None:

@@ -177,7 +177,7 @@ def test_a_fill_within_its_error_costs_a_few_percent_at_most(
     truth[lacks] = {**times[lacks], lacking: found.filled[lacks]["uniform"][lacking] * math.exp(wrong * ERROR)}
     choice = choose_fastest(found, ["a", "b"], BALANCED, 0.03)
     error = ERROR * 0.25  # a cell of so few weighs a quarter of the objective at most
-    assert choice.measured is not None and all(each.error <= error + 1e-9 for each in choice.measured.filled)
+    assert choice.comparison is not None and all(each.error <= error + 1e-9 for each in choice.comparison.filled)
     costs = {name: score(each) for name, each in truth.items()}
     assert costs[choice.backend] <= costs["a"] + 1e-9
     assert costs[choice.backend] <= min(costs.values()) - math.log(0.97) + 2 * error + 1e-9
@@ -191,10 +191,10 @@ def test_the_margin_grows_by_the_error_as_the_objective_weighs_it() -> None:
         choice = choose_fastest(
             filled({"a": base, "b": {"uniform": without(faster, 1024)}}), ["a", "b"], BALANCED, 0.03
         )
-        assert choice.backend == winner and choice.measured is not None
-        assert choice.measured.ratio_error == pytest.approx(0.025)
+        assert choice.backend == winner and choice.comparison is not None
+        assert choice.comparison.ratio_error == pytest.approx(0.025)
         assert "b was measured at 6 of 7 numbers of tokens, 1 predicted (1024)" in choice.explanation
-        assert 1024 not in dict(dict(choice.measured.times)["b"]) and 1024 in dict(dict(choice.measured.times)["a"])
+        assert 1024 not in dict(dict(choice.comparison.times)["b"]) and 1024 in dict(dict(choice.comparison.times)["a"])
 
 
 def test_a_cell_that_decides_nothing_leaves_a_measured_choice() -> None:
@@ -204,11 +204,11 @@ def test_a_cell_that_decides_nothing_leaves_a_measured_choice() -> None:
     }
     slow = {name: {"uniform": without(each, 64) if name == "c" else each} for name, each in times.items()}
     choice = choose_fastest(filled(slow, names=("a", "b", "c")), ["a", "b", "c"], BALANCED, 0.03)
-    assert choice.backend == "b" and choice.measured is not None and not choice.measured.is_predicted
+    assert choice.backend == "b" and choice.comparison is not None and not choice.comparison.is_predicted
     assert "c was measured at 6 of 7 numbers of tokens" in choice.explanation and "20.0% less" in choice.explanation
     late = {name: {"uniform": without(times[name], 4096) if name == "b" else times[name]} for name in ("a", "b")}
     choice = choose_fastest(filled(late), ["a", "b"], parse_objective("decode"), 0.03)
-    assert choice.backend == "b" and choice.measured is not None and not choice.measured.is_predicted
+    assert choice.backend == "b" and choice.comparison is not None and not choice.comparison.is_predicted
 
 
 # --- Shipped times ----------------------------------------------------------------------------------------------------

@@ -258,7 +258,7 @@ def test_tuning_decides_and_a_restart_decides_the_same(
     assert decisions[0] == decisions[1]
     assert (decisions[0].backend, decisions[0].why) == ("fast", "measured")
     assert "the cache (NVIDIA Pretended" in decisions[0].explanation
-    assert decisions[0].measured is not None and {tokens for tokens, _ in decisions[0].measured.fastest} == set(
+    assert decisions[0].comparison is not None and {tokens for tokens, _ in decisions[0].comparison.fastest} == set(
         TOKEN_COUNTS
     )
 

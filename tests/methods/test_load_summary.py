@@ -320,5 +320,5 @@ def test_a_backend_that_took_anothers_place_is_the_static_orders() -> None:
     assert (decided.backend, decided.why) == ("other", "measured")
     method = SimpleNamespace(decision=decided, backend=found["other"])
     backend_selection.switch_backend(method, Reason("self_check", "fails"), "other fails", "fast", found)
-    assert method.decision.grounds == "static: other fails" and method.decision.measured is None
+    assert method.decision.grounds == "static: other fails" and method.decision.comparison is None
     assert method.decision.summary().startswith("fast (static: other fails)")

@@ -40,18 +40,18 @@ def evidence(**times: Mapping[str, Mapping[int, float]]) -> MeasurementSet:
 def test_the_fastest_wins_and_the_explanation_names_the_time_saved() -> None:
     choice = choose_fastest(evidence(first=line(100), second=line(80)), ["first", "second"], BALANCED, 0.03)
     assert choice.backend == "second"
-    assert choice.measured is not None and choice.measured.time_saved == pytest.approx(0.2)
+    assert choice.comparison is not None and choice.comparison.time_saved == pytest.approx(0.2)
     assert "20.0% less time than first" in choice.explanation and "a test" in choice.explanation
-    assert dict(choice.measured.fastest) == dict.fromkeys(COUNTS, "second")
-    assert choice.measured.slower_at == ()
+    assert dict(choice.comparison.fastest) == dict.fromkeys(COUNTS, "second")
+    assert choice.comparison.slower_at == ()
 
 
 @pytest.mark.parametrize(("percent", "wins"), [(2.9, False), (3.1, True)])
 def test_the_static_choice_stays_below_min_time_saving(percent: float, wins: bool) -> None:
     choice = choose_fastest(evidence(first=line(100), second=line(100 - percent)), ["first", "second"], BALANCED, 0.03)
     assert choice.backend == ("second" if wins else "first")
-    assert choice.measured is not None
-    assert (choice.measured.time_saved > 0) == wins
+    assert choice.comparison is not None
+    assert (choice.comparison.time_saved > 0) == wins
     assert f"{percent:.1f}%" in choice.explanation
 
 
@@ -64,11 +64,11 @@ def test_below_min_time_saving_the_static_choice_wins_not_the_second() -> None:
 def test_the_objective_decides_and_losses_are_named(objective: objectives.Objective, winner: str) -> None:
     times = evidence(decoder=line(50, 150), prefiller=line(100, 100))
     choice = choose_fastest(times, ["prefiller", "decoder"], objective, 0.03)
-    assert choice.backend == winner and choice.measured is not None
-    lost = {count for count, _, _ in choice.measured.slower_at}
+    assert choice.backend == winner and choice.comparison is not None
+    lost = {count for count, _, _ in choice.comparison.slower_at}
     assert lost == {count for count in COUNTS if (count > 256) == (winner == "decoder")}
     assert "others are faster at" in choice.explanation
-    assert all(name != winner for _, name, _ in choice.measured.slower_at)
+    assert all(name != winner for _, name, _ in choice.comparison.slower_at)
 
 
 def test_a_long_prefill_does_not_outweigh_decode_steps() -> None:
@@ -92,8 +92,8 @@ def test_half_of_a_skewed_run_does_not_count(counts: tuple[int, ...]) -> None:
     steady = {"uniform": line(100)["uniform"], "skewed": line(100, counts=counts)["uniform"]}
     faster = {"uniform": line(80)["uniform"], "skewed": line(200, counts=counts)["uniform"]}
     choice = choose_fastest(evidence(first=steady, second=faster), ["first", "second"], BALANCED, 0.03)
-    assert choice.backend == "second" and choice.measured is not None
-    assert choice.measured.time_saved == pytest.approx(0.2)
+    assert choice.backend == "second" and choice.comparison is not None
+    assert choice.comparison.time_saved == pytest.approx(0.2)
 
 
 # --- No basis for a choice --------------------------------------------------------------------------------------------
@@ -111,20 +111,20 @@ def test_half_of_a_skewed_run_does_not_count(counts: tuple[int, ...]) -> None:
 def test_too_few_numbers_of_tokens_decide_nothing(counts: tuple[int, ...], words: str) -> None:
     times = evidence(first=line(100, counts=counts), second=line(10, counts=counts))
     choice = choose_fastest(times, ["first", "second"], BALANCED, 0.03)
-    assert choice.backend == "first" and choice.measured is None
+    assert choice.backend == "first" and choice.comparison is None
     assert words in choice.explanation
 
 
 def test_a_static_choice_that_was_not_measured_stays() -> None:
     choice = choose_fastest(evidence(second=line(1)), ["first", "second"], BALANCED, 0.03)
-    assert choice.backend == "first" and choice.measured is None
+    assert choice.backend == "first" and choice.comparison is None
     assert "first was not measured" in choice.explanation
 
 
 def test_a_static_choice_that_could_not_be_run_gives_way() -> None:
     found = MeasurementSet({"second": line(90), "third": line(50)}, "a test", failures={"first": "OutOfMemory"})
     choice = choose_fastest(found, ["first", "second", "third"], BALANCED, 0.03)
-    assert choice.backend == "third" and choice.measured is not None and choice.measured.comparison_base == "second"
+    assert choice.backend == "third" and choice.comparison is not None and choice.comparison.comparison_base == "second"
     assert "first: OutOfMemory" in choice.explanation
 
 
@@ -135,7 +135,7 @@ def test_a_backend_that_failed_gives_way_where_nothing_can_be_compared(times: di
     for failed, chosen in cases:
         found = MeasurementSet(times, "a test", failures=dict.fromkeys(failed, "broke the GPU's context"))
         choice = choose_fastest(found, names, BALANCED, 0.03)
-        assert (choice.backend, choice.measured) == (chosen, None)
+        assert (choice.backend, choice.comparison) == (chosen, None)
         assert all(f"{name}: broke the GPU's context" in choice.explanation for name in failed)
     backends = [backend(name, rank=float(place)) for place, name in enumerate(names)]
     found = MeasurementSet({}, "a test", failures={"first": "broke the GPU's context"})
@@ -147,12 +147,12 @@ def test_a_backend_that_failed_gives_way_where_nothing_can_be_compared(times: di
 def test_one_backend_alone_is_compared_with_nothing() -> None:
     for accepted in (["first"], ["first", "second"]):
         choice = choose_fastest(evidence(first=line(100)), accepted, BALANCED, 0.03)
-        assert choice.backend == "first" and choice.measured is None
+        assert choice.backend == "first" and choice.comparison is None
         assert "are not sufficient: no other backend was measured" in choice.explanation
         assert ("second was not measured" in choice.explanation) == (len(accepted) == 2)
     failed = MeasurementSet({"second": line(9)}, "a test", {"first": "OutOfMemory"})
     instead = choose_fastest(failed, ["first", "second"], BALANCED, 0.03)
-    assert instead.backend == "second" and instead.measured is not None
+    assert instead.backend == "second" and instead.comparison is not None
     assert "the only one that could be measured" in instead.explanation and "first: OutOfMemory" in instead.explanation
 
 
@@ -182,8 +182,8 @@ def test_two_backends_share_a_layer_where_they_may() -> None:
         in shared.explanation
     )
     # What is said of the decision is said of both: the base is the prefiller, whose time of 100 is 50 in one half.
-    assert shared.measured is not None and shared.measured.slower_at == ()
-    assert shared.measured.time_saved == pytest.approx(1 - 0.5**0.5)
+    assert shared.comparison is not None and shared.comparison.slower_at == ()
+    assert shared.comparison.time_saved == pytest.approx(1 - 0.5**0.5)
 
 
 def test_one_backend_that_is_fastest_everywhere_is_not_split() -> None:
@@ -197,7 +197,7 @@ def test_backends_timed_at_other_token_counts_do_not_share_a_layer() -> None:
         times, ["first", "second"], objectives.parse_objective("2:1,64:1"), 0.03, lambda one, other: True
     )
     assert (choice.backend, choice.token_ranges) == ("second", ())
-    assert choice.measured is not None and choice.measured.fastest == () and "20.0% less time" in choice.explanation
+    assert choice.comparison is not None and choice.comparison.fastest == () and "20.0% less time" in choice.explanation
 
 
 def test_a_branch_must_save_more_than_min_time_saving() -> None:
@@ -291,7 +291,7 @@ def test_a_decision_by_measurement_says_so() -> None:
     assert "30.0% less time than a" in decision.explanation
     assert decided(None, "a", "b").why == "static"
     alone = decided(evidence(a=line(100)), "a", "b")
-    assert (alone.backend, alone.why, alone.measured) == ("a", "static", None)
+    assert (alone.backend, alone.why, alone.comparison) == ("a", "static", None)
     assert "no other backend was measured" in alone.explanation
 
 

@@ -173,10 +173,10 @@ def _describe_token_ranges(group: LayerGroup, decision: Decision) -> str:
 def _format_times(decision: Decision | None) -> dict[str, str]:
     """What a decision by measurement compared, by candidate: times at a few numbers of tokens, the fewest and the most
     among them, with the error of those that are predicted."""
-    if decision is None or decision.measured is None:
+    if decision is None or decision.comparison is None:
         return {}
-    found, errors = {}, time_errors(decision.measured)
-    for name, points in decision.measured.times:
+    found, errors = {}, time_errors(decision.comparison)
+    for name, points in decision.comparison.times:
         shown = sorted({len(points) * part // 3 for part in range(3)} | {len(points) - 1})
         pairs = [points[index] for index in shown]
         found[name] = ", ".join(f"{count}:{output.GLUE}{_format_time(us, errors.get(name))}" for count, us in pairs)

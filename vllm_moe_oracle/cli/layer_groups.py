@@ -61,7 +61,7 @@ class LayerGroup:
     def to_json(self, brief: bool) -> dict[str, Any]:
         """The group as JSON values; brief: without rejected candidates."""
         candidates = [each for each in self.candidates if each.accepted or not brief]
-        measured = None if self.decision is None else self.decision.measured
+        comparison = None if self.decision is None else self.decision.comparison
         return {
             "layers": self.layers,
             "count": len(self.names),
@@ -71,7 +71,7 @@ class LayerGroup:
             "failure": self.failure or None,
             "left_to_stock": self.left_to_stock or None,
             "gain_over_stock": self.gain,
-            "time_errors": {} if measured is None else time_errors(measured),
+            "time_errors": {} if comparison is None else time_errors(comparison),
             "measure": self.measure or None,
             "candidates": [candidate.to_record() for candidate in candidates],
         }

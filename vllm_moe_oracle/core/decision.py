@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -198,12 +198,12 @@ class FilledTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredOutcome:
-    """The figures behind a decision by measurement. Times are medians in microseconds under uniform routing.
+class TimeComparison:
+    """The figures behind a decision by measured or predicted times: medians in microseconds under uniform routing.
 
     Attributes:
         objective: the token counts that mattered.
-        source: where the measurements come from.
+        source: where the times come from.
         comparison_base: the first backend of the static order that was measured: the static choice where it was.
         time_saved: fraction of the base's time that the decision saves, over the objective; 0 when the base runs alone.
         ratio_error: standard deviation of the logarithm of the base's mean time over that of the candidate that was
@@ -234,6 +234,24 @@ class MeasuredOutcome:
         """Whether the choice depends on predicted times."""
         return bool(self.errors or self.filled)
 
+    def to_record(self) -> dict[str, Any]:
+        """The field ``comparison`` of decision records and of ``explain --json``: what is by backend or by number of
+        tokens is an object, its keys are strings."""
+        names = ("objective", "source", "comparison_base", "time_saved", "ratio_error", "remarks")
+        return {name: getattr(self, name) for name in names} | {
+            "fastest": _by_tokens(self.fastest),
+            "slower_at": {
+                str(tokens): {"backend": backend, "time_saved": saved} for tokens, backend, saved in self.slower_at
+            },
+            "times": {backend: _by_tokens(points) for backend, points in self.times},
+            "errors": dict(self.errors),
+            "filled": {each.backend: {"times": _by_tokens(each.times), "error": each.error} for each in self.filled},
+        }
+
+
+def _by_tokens(pairs: Iterable[tuple[int, Any]]) -> dict[str, Any]:
+    return {str(tokens): value for tokens, value in pairs}
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -249,7 +267,7 @@ class Decision:
         candidates: the verdict of every backend for the scheme: accepted ones first, in static order.
         degraded: the backend is a fallback: not the one that was requested, or the reference although the device has
             kernels that a setting or an installation would make available.
-        measured: the figures, when measured or predicted times decided.
+        comparison: the figures, when measured or predicted times decided.
         token_ranges: which backend runs which numbers of tokens, when the layer has more than one; `backend` is one of
             them.
         tunable: the static choice stands because measurements are missing or not sufficient, or predictions too
@@ -264,7 +282,7 @@ class Decision:
     numerics: Numerics
     candidates: tuple[Candidate, ...]
     degraded: bool = False
-    measured: MeasuredOutcome | None = None
+    comparison: TimeComparison | None = None
     token_ranges: tuple[TokenRange, ...] = ()
     tunable: bool = False
 
@@ -297,8 +315,15 @@ class Decision:
 
     def to_record(self) -> dict[str, Any]:
         """The fields of decision records and of ``explain --json``; the layer and the candidates stand beside it."""
-        names = ("backend", "why", "explanation", "numerics", "plan", "measured", "token_ranges")
-        return {name: getattr(self, name) for name in names} | {"numerics": str(self.numerics)}
+        return {
+            "backend": self.backend,
+            "why": self.why,
+            "explanation": self.explanation,
+            "numerics": str(self.numerics),
+            "plan": self.plan,
+            "comparison": None if self.comparison is None else self.comparison.to_record(),
+            "token_ranges": self.token_ranges,
+        }
 
     @property
     def grounds(self) -> str:

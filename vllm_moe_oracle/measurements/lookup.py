@@ -191,7 +191,7 @@ def _why_undecided(measured: MeasurementSet, judged: tuple[Candidate, ...], sett
     if not names:
         return ""
     choice = choose_fastest(measured, names, parse_objective(settings.objective), settings.min_time_saving)
-    if choice.measured is not None:
+    if choice.comparison is not None:
         return ""
     return choice.explanation or f"{measured.source} has no times of these backends"
 

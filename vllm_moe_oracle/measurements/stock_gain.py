@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..core.decision import Decision, MeasuredOutcome
+from ..core.decision import Decision, TimeComparison
 from ..core.objectives import Objective, parse_objective
 from ..core.problem import Device, Problem
 from ..oracle.measured_choice import LatencyCurve
@@ -147,7 +147,7 @@ def _over_stock_kernel(decision: Decision, stock: str, objective: Objective) -> 
 
     The error of a predicted gain over another kernel than the comparison's base is that of two independent times.
     """
-    outcome = decision.measured
+    outcome = decision.comparison
     if decision.why not in ("measured", "predicted") or outcome is None:
         return None
     kind: Literal["measured", "predicted"] = "measured" if decision.why == "measured" else "predicted"
@@ -169,7 +169,7 @@ def _over_stock_kernel(decision: Decision, stock: str, objective: Objective) -> 
     return StockGain(kind, speedup, outcome.objective, words, outcome.source, error)
 
 
-def time_errors(outcome: MeasuredOutcome) -> dict[str, float]:
+def time_errors(outcome: TimeComparison) -> dict[str, float]:
     """Standard deviation of the logarithm of a single time, by backend; without those that were measured.
 
     The errors of an outcome are those of a layer's mean, by which it is decided. A predicted time at one number of

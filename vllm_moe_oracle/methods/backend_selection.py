@@ -308,7 +308,7 @@ def switch_backend(method: LayerMethod, reason: Reason, explanation: str, name: 
         plan=dataclasses.replace(answers.plan, tiles=()),  # ranks have not compared them
         numerics=answers.numerics,
         degraded=method.decision.degraded or method.decision.is_explicit,
-        measured=None,
+        comparison=None,
         token_ranges=(),
         tunable=False,
     )

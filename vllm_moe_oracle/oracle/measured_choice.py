@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..core.decision import FilledTimes, MeasuredOutcome, TokenRange, backend_in
+from ..core.decision import FilledTimes, TimeComparison, TokenRange, backend_in
 from ..core.measurement_set import Latencies, MeasurementSet
 from ..core.objectives import Objective
 
@@ -45,13 +45,13 @@ class MeasuredChoice:
     Attributes:
         backend: the winner; the static choice when measurements do not decide.
         explanation: why, in a sentence.
-        measured: the figures; None when measurements do not decide.
+        comparison: the figures; None when neither measured nor predicted times decide.
         token_ranges: which backend runs which numbers of tokens, when two share the layer; else empty.
     """
 
     backend: str
     explanation: str
-    measured: MeasuredOutcome | None = None
+    comparison: TimeComparison | None = None
     token_ranges: tuple[TokenRange, ...] = ()
 
 
@@ -286,12 +286,12 @@ def _outcome(
     counts: Sequence[int],
     min_time_saving: float,
     token_ranges: tuple[TokenRange, ...] = (),
-) -> MeasuredOutcome:
+) -> TimeComparison:
     times = {name: curve.measured for name, curve in found.curves.items()}
     fastest = {count: min(times, key=lambda name: times[name][count]) for count in counts}
     runs = {count: backend_in(token_ranges, count) if token_ranges else winner for count in counts}
     losses = [(count, name, 1 - times[name][count] / times[runs[count]][count]) for count, name in fastest.items()]
-    return MeasuredOutcome(
+    return TimeComparison(
         objective=str(objective),
         source=measurements.source,
         comparison_base=comparison_base,
@@ -304,7 +304,7 @@ def _outcome(
     )
 
 
-def _explain(winner: str, static: str, fastest: str, saving: float, needed: float, outcome: MeasuredOutcome) -> str:
+def _explain(winner: str, static: str, fastest: str, saving: float, needed: float, outcome: TimeComparison) -> str:
     base = outcome.comparison_base
     objective = f"for the objective {outcome.objective}"
     share = f"about {saving:.0%}" if outcome.is_predicted else f"{saving:.1%}"

@@ -14,10 +14,10 @@ from ..core.decision import (
     Candidate,
     DecidedBy,
     Decision,
-    MeasuredOutcome,
     Reason,
     Rejected,
     ShardPlan,
+    TimeComparison,
     TokenRange,
     format_candidates,
 )
@@ -208,16 +208,16 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
     if measurements is not None:
         choice = _choose_by_measurement(measurements, chosen, case)
     why: DecidedBy = "static"
-    if choice.backend != chosen.backend and choice.measured is None:
+    if choice.backend != chosen.backend and choice.comparison is None:
         explanation = f"the next accepted backend in the static order, because {chosen.backend} failed"
     chosen = next(candidate for candidate in case.accepted if candidate.backend == choice.backend)
-    if choice.measured is not None:
-        why, explanation = "predicted" if choice.measured.is_predicted else "measured", choice.explanation
+    if choice.comparison is not None:
+        why, explanation = "predicted" if choice.comparison.is_predicted else "measured", choice.explanation
     elif choice.explanation:
         explanation = f"{explanation}; {choice.explanation}"
     tunable = False
     if measurements is not None and (
-        choice.measured is None or _is_uncertain(choice.measured) or _has_gaps(measurements, chosen, case)
+        choice.comparison is None or _is_uncertain(choice.comparison) or _has_gaps(measurements, chosen, case)
     ):
         tunable = _can_be_measured(chosen, case, measurements)
     if tunable and measurements is not None and not measurements.times:
@@ -225,7 +225,7 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
     explanation += _unused_permission(chosen, case)
     decision = case.decision(chosen, why, f"{explanation}{note}")
     return dataclasses.replace(
-        decision, degraded=bool(note), measured=choice.measured, token_ranges=choice.token_ranges, tunable=tunable
+        decision, degraded=bool(note), comparison=choice.comparison, token_ranges=choice.token_ranges, tunable=tunable
     )
 
 
@@ -287,7 +287,7 @@ def _has_gaps(measurements: MeasurementSet, chosen: Candidate, case: _DecisionIn
     return any(bool(LatencyCurve(each).coverage_gap(objective)) for each in times)
 
 
-def _is_uncertain(outcome: MeasuredOutcome) -> bool:
+def _is_uncertain(outcome: TimeComparison) -> bool:
     """Whether the static choice stands although another backend is predicted to be faster at some numbers of tokens."""
     return outcome.is_predicted and not outcome.time_saved and bool(outcome.slower_at)
 

@@ -28,7 +28,7 @@ from ...measurements.roofline import expert_bytes
 from ...measurements.tune_command import tune_command
 from ...oracle.registry import default_registry, describe_load_error
 from ...releases.all2all import DEFAULT_ALL2ALL, all2all_names
-from ...releases.supported import NEWEST, RELEASES, packages_of
+from ...releases.supported import RELEASES, packages_of
 from ...settings import AUTO, Settings, excluded_by_vllm
 from ...settings import batch_invariant as batch_invariant_variable
 from .. import EXIT_NO_BACKEND, completion, explanation, output
@@ -293,8 +293,7 @@ def _with_vllm(device: Device, version: str) -> Device:
     try:
         check_release(version)
     except StandDown as error:
-        rule = f"{version!r} is not a supported release of vLLM: {error.rule}"
-        raise SettingError(rule, f"Supported are {RELEASES[0]} to {NEWEST}", "--vllm") from error
+        raise SettingError(error.rule, "Give one of these releases", "--vllm") from error
     return dataclasses.replace(device, packages={**device.packages, **packages_of(device.kind, version)})
 
 

@@ -335,8 +335,8 @@ def _decision_results(
                 "explanation": None if decision is None else decision.explanation,
                 "token_ranges": [] if decision is None else decision.token_ranges,
                 "times": {}
-                if decision is None or decision.measured is None
-                else _times_by_tokens(decision.measured.times),
+                if decision is None or decision.comparison is None
+                else _times_by_tokens(decision.comparison.times),
             }
         )
     return found
