@@ -177,6 +177,20 @@ def test_a_budget_holds_for_all_gpus_together(pretended: None, store: Store, tmp
     assert all("spent" in each.unfinished and each.measured == 0 for each in outcomes.values())
 
 
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_budget_does_not_follow_a_clock_that_is_set(
+    pretended: None, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    (tmp_path / "mark").touch()
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3600 * hours)  # in this process; its workers' clocks are right
+    budget = {-1: 300.0, 1: 0.5}[hours]
+    options = benchmarks.BenchOptions((1,), replays=3, stock=(), gpus=("0",), budget=budget)
+    assert len([*benchmarks.bench(TWO[:1], HERE, chosen(tmp_path), options)]) == (hours < 0)
+    (outcome,) = tuning.tune(TWO[:1], HERE, chosen(tmp_path), store, plan(gpus=("0",), budget=budget)).values()
+    assert bool(outcome.measured) == (outcome.unfinished == "") == (hours < 0)
+
+
 def test_a_benchmark_on_two_gpus_has_every_record_and_names_what_died(pretended: None, tmp_path: Path) -> None:
     records = []
     with pytest.raises(MeasurementError, match=r"SIGKILL.*Measure their backends"):

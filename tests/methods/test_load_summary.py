@@ -11,12 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.lib.cases import H200, backend, problem, refusing, registry
 from vllm_moe_oracle.core.decision import Decision, Reason
 from vllm_moe_oracle.core.measurement_set import MeasurementSet
 from vllm_moe_oracle.core.problem import Parallel
+from vllm_moe_oracle.decision_records import ServerRecord
 from vllm_moe_oracle.errors import SettingError
 from vllm_moe_oracle.methods import backend_selection, first_start, load_caches, load_summary
 from vllm_moe_oracle.oracle.selection import decide
@@ -175,6 +177,17 @@ def test_a_second_model_of_other_names_is_counted_by_itself(
     assert [[group["layers"] for group in line["groups"]] for line in lines] == [[names(2)], [names(1, "draft")]]
     times = [line[field] for line in lines for field in ("load_began", "load_ended")]
     assert started <= times[0] and times == sorted(times) and times[-1] <= time.time()
+
+
+def test_a_load_ends_after_it_began_though_the_clock_is_set_back(
+    release: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    load_model(release, names(2), load({}))
+    monkeypatch.setattr(time, "time", lambda: 2e9 - 3600)
+    found: dict[str, Any] = load_summary.model_report(2)
+    assert found["load_began"] == 2e9 <= found["load_ended"] < 2e9 + 600
+    assert msgspec.convert(found, ServerRecord).load_ended == found["load_ended"]
 
 
 def test_a_record_says_which_rank_of_how_many_it_is_of(release: Release, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ def bench(
         seconds = None if options.budget is None else options.budget * COMPILE_BUDGET_SHARE
         precompile(work, device, options.counts, options.jobs, progress, options.gpus, options.tiles, seconds)
     if options.gpus:
-        until = None if options.budget is None else time.time() + options.budget - (time.monotonic() - begin)
+        until = None if options.budget is None else begin + options.budget
         tasks = [_BenchTask(problem, device, settings, options, until) for problem in problems]
         yield from _bench_on_gpus(tasks, progress)
         return
@@ -176,7 +176,8 @@ def _bench_layer(
 
 @dataclass(frozen=True)
 class _BenchTask:
-    """A layer for one of several GPUs. It is not started after `until`, in seconds since the epoch."""
+    """A layer for one of several GPUs. It is not started once `time.monotonic`, which all processes of a machine
+    share, is past `until`."""
 
     problem: Problem
     device: Device
@@ -208,7 +209,7 @@ def _bench_on_gpus(tasks: Sequence[_BenchTask], progress: Progress) -> Iterator[
 
 def _bench_one(task: _BenchTask, send: worker_pool.SendProgress) -> None:
     """Benchmarks a layer in a worker that sees one GPU, and sends its records."""
-    if task.until is not None and time.time() > task.until:
+    if task.until is not None and time.monotonic() > task.until:
         return
     options = dataclasses.replace(task.options, gpus=(), jobs=0, budget=None)
     check_same_gpu(task.device)

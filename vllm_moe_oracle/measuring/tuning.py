@@ -198,7 +198,7 @@ def tune(
             chosen, device, options.token_counts, options.jobs, progress, options.gpus, options.tiles, seconds
         )
     if options.gpus:
-        until = None if options.budget is None else time.time() + options.budget - (time.monotonic() - begin)
+        until = None if options.budget is None else begin + options.budget
         tasks = [_TuneTask(problem, device, settings, store, options, tuple(known), until) for problem in work.values()]
         sizes = [len(steps[shape]) for shape in work]
         outcomes |= zip(work, _tune_on_gpus(tasks, sizes, options.gpus, progress), strict=True)
@@ -257,7 +257,8 @@ def _missing_steps(
 
 @dataclass(frozen=True)
 class _TuneTask:
-    """A layer for one of several GPUs. The budget is spent at `until`, in seconds since the epoch."""
+    """A layer for one of several GPUs. The budget is spent when `time.monotonic`, which all processes of a
+    machine share, is at `until`."""
 
     problem: Problem
     device: Device
@@ -304,7 +305,7 @@ def _tune_on_gpus(
     options, until = tasks[0].options, tasks[0].until
     limits = worker_pool.Limits()
     if options.silence is not None:
-        left = None if until is None else time.monotonic() + until - time.time() + _LIMIT_GRACE
+        left = None if until is None else until + _LIMIT_GRACE
         limits = worker_pool.Limits(options.silence, left)
     progress(f"starting {len(gpus)} process{'es' * (len(gpus) > 1)}", 0, sum(sizes))
     for event in worker_pool.run_tasks(_tune_one, tasks, gpus, _MAX_ATTEMPTS, True, limits, record_crash):
@@ -330,7 +331,7 @@ def _tune_on_gpus(
 def _tune_one(task: _TuneTask, send: worker_pool.SendProgress) -> TuneOutcome:
     """Tunes a layer in a worker that sees one GPU."""
     check_same_gpu(task.device)
-    budget = None if task.until is None else max(task.until - time.time(), 1e-9)
+    budget = None if task.until is None else max(task.until - time.monotonic(), 1e-9)
     options = dataclasses.replace(task.options, gpus=(), jobs=0, budget=budget)
     found = tune(
         [task.problem], task.device, task.settings, task.store, options, task.known,

@@ -46,7 +46,15 @@ class _ModelLoad:
         self.settings: Settings | None = None
         self.logged: set[tuple[Any, ...]] = set()
         self.stock_layers: dict[str, str] = {}
-        self.began = time.time()
+        self.start_clocks()
+
+    def start_clocks(self) -> None:
+        """Takes now for the beginning of the load."""
+        self.began, self._began_monotonic = time.time(), time.monotonic()
+
+    def ended(self) -> float:
+        """Now, in seconds since the epoch by the clock as it was when the load began: it may have been set since."""
+        return self.began + (time.monotonic() - self._began_monotonic)
 
 
 _model = _ModelLoad()
@@ -66,7 +74,7 @@ def start_layer(layer: str) -> None:
         end_load()
         _model = _ModelLoad()
     elif not _model.decisions and not _model.stock_layers:  # this module may have been imported long before
-        _model.began = time.time()
+        _model.start_clocks()
 
 
 def record_decision(decision: Decision, settings: Settings) -> None:
@@ -228,7 +236,7 @@ def model_report(total: int) -> dict[str, Any]:
         "host": socket.gethostname(),
         "process": os.getpid(),
         "load_began": _model.began,
-        "load_ended": time.time(),
+        "load_ended": _model.ended(),
         "program": Path(sys.argv[0]).name,
         "device": detect.detect(),
         "moe_layers": total,
