@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -33,6 +33,8 @@ from .untrusted import parse_json, read_file
 logger = logging.getLogger("vllm.moe_oracle")
 
 Record = TypeVar("Record")
+
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 _PREFIX = "vllm-moe-oracle-"
 _LOCK = "writers.lock"
@@ -84,7 +86,7 @@ class RecordedScheme(msgspec.Struct, frozen=True):
     """The format of a group of layers."""
 
     name: str = ""
-    bits: int = 0
+    bits: _Count = 0
 
 
 class RecordedProblem(msgspec.Struct, frozen=True):
@@ -98,7 +100,7 @@ class RecordedGroup(msgspec.Struct, frozen=True):
 
     layers: list[str]
     decision: RecordedDecision
-    count: int = 0
+    count: _Count = 0
     problem: RecordedProblem = RecordedProblem()
     candidates: list[RecordedCandidate] = []
 
@@ -123,22 +125,23 @@ class ServerRecord(msgspec.Struct, frozen=True):
     moe_oracle: str = ""
     vllm: str | None = ""
     device: RecordedDevice = RecordedDevice()
-    moe_layers: int = 0
-    served: int = 0
+    moe_layers: _Count = 0
+    served: _Count = 0
     left_to_stock: dict[str, str] = {}
-    rank: int = 0
-    ranks: int = 1
+    rank: _Count = 0
+    ranks: _Count = 1
     host: str = ""
-    process: int = 0
+    process: _Count = 0
     load_began: float = 0.0
     load_ended: float = math.inf
 
     def __post_init__(self) -> None:
         if self.record_version != RECORD_VERSION:
             raise ValueError(f"record_version is {self.record_version}; this release reads {RECORD_VERSION}")
-        if not 0 <= self.rank < self.ranks < 1 << 32 or not 0 <= self.process < 1 << 32:
-            numbers = f"{self.rank}, {self.ranks} and {self.process}"
-            raise ValueError(f"rank, ranks and process are {numbers[:80]}; ranks count from 0")
+        if not self.rank < self.ranks:
+            raise ValueError(f"rank is {self.rank}, ranks is {self.ranks}; ranks count from 0")
+        if not self.served <= self.moe_layers:
+            raise ValueError(f"served is {self.served}, more than the moe_layers, which are {self.moe_layers}")
         if not 0 <= self.load_began <= self.load_ended:
             raise ValueError("the load ends before it begins")
 

@@ -515,11 +515,16 @@ def test_a_report_that_ends_within_a_line_is_read_but_not_complete(run: cli.Run,
     ("fields", "words"),
     [
         ({"record_version": 99}, "record_version is 99; this release reads 1"),
-        ({"rank": 5, "ranks": 2}, "rank, ranks and process are 5, 2 and 7"),
+        ({"rank": 5, "ranks": 2}, "rank is 5, ranks is 2"),
+        ({"process": -1}, "Expected `int` >= 0 - at `$.process`"),
+        ({"served": -5}, "Expected `int` >= 0 - at `$.served`"),
+        ({"moe_layers": -9}, "Expected `int` >= 0 - at `$.moe_layers`"),
+        ({"moe_layers": 10**30}, "Expected `int` <= 4294967295 - at `$.moe_layers`"),
+        ({"served": 99, "moe_layers": 2}, "served is 99, more than the moe_layers, which are 2"),
         ({"groups": None}, "Give the file that the setting report names"),
         ({"load_began": 2.0, "load_ended": 1.0}, "the load ends before it begins"),
     ],
-    ids=["version", "rank", "groups", "times"],
+    ids=["version", "rank", "process", "served", "layers", "huge", "more", "groups", "times"],
 )
 def test_a_report_of_another_version_or_with_impossible_numbers(
     run: cli.Run, model: Path, tmp_path: Path, fields: dict[str, Any], words: str
