@@ -37,10 +37,10 @@ GPUS = {
     120: "NVIDIA RTX PRO 6000",
     121: "NVIDIA GB10",
 }
-REGENERATE = "python -m tests.tools.golden_decisions --write"
-"""Writes stock's choices, too."""
-RENEW = "python -m tests.tools.generate --write"
-"""Writes this project's decisions."""
+GENERATE = "python -m tests.tools.generate --write"
+"""Writes this project's decisions; with ``--stock`` what stock vLLM chooses, too."""
+SHOWN_CHANGES = 20
+"""Decisions for another backend that are named one by one."""
 
 FULL_TEXT_CASES = (
     ("mxfp8", 90, "Qwen3-30B-A3B", 1),
@@ -220,8 +220,7 @@ class GoldenTable:
 
     def rows(self) -> list[Row]:
         """The rows of the file."""
-        found: list[Row] = json.loads(self.path.read_text())["rows"]
-        return found
+        return rows_of(self.path.read_text())
 
     def place(self, row: Row) -> Place:
         """The compute capability, the model and the shard of a row."""
@@ -240,33 +239,43 @@ class GoldenTable:
                     row: Row = {"sm": capability, "model": model, self.shard_column: shard}
                     yield row | self.extra_columns(problem) | {"ours": codes_of(problem, capability)}
 
-    def write(self) -> list[str]:
-        """Writes the file; stock's part needs its sources.
+    def renewed(self, text: str, stock: bool = False) -> str:
+        """The text of the file with the decisions of the code.
 
-        Returns:
-            A line for each row that changed.
-        """
-        before = {self.place(row): row for row in self.rows()} if self.path.exists() else {}
-        rows = [self._beside(row, self.stock(self.layer_of(row), row["sm"])) for row in self.compute()]
-        head = {"stock": f"vLLM {RELEASE}", "packages": PACKAGES, "gpus": GPUS, **self.conditions}
-        self.path.write_text(_text(head | {"differences": self.differences}, rows))
-        return [
-            f"{self.name} {self.place(row)}: {row['ours']['backend']} {row['difference']}".rstrip()
-            for row in rows
-            if row != before.get(self.place(row))
-        ]
+        Stock's choices stay, since only a release changes them. Where the file is of another release, or lacks a row,
+        they are computed from the release's sources, which takes half a minute.
 
-    def renewed(self, text: str) -> str:
-        """The text of the file with today's decisions; stock's choices stay, since only a release changes them.
+        Args:
+            text: the file's; "" without one.
+            stock: compute all of stock's choices, as after a change of `tests/lib/stock_choice_<scheme>.py`.
 
         Raises:
-            KeyError: the file has no such row; `write` makes it.
+            ReleaseUnavailable: stock's sources are needed, and cannot be had.
             ValueError: a decision has become another than stock's, and nothing says why.
         """
-        held = json.loads(text)
-        stock = {self.place(row): row["stock"] for row in held["rows"]}
-        rows = [self._beside(row, stock[self.place(row)]) for row in self.compute()]
-        return _text(held["conditions"] | {"differences": self.differences}, rows)
+        head = {"stock": f"vLLM {RELEASE}", "packages": PACKAGES, "gpus": GPUS, **self.conditions}
+        held = json.loads(text) if text else {"conditions": {"stock": ""}, "rows": []}
+        is_current = held["conditions"]["stock"] == head["stock"] and not stock
+        kept = {self.place(row): row["stock"] for row in held["rows"]} if is_current else {}
+        rows = []
+        for row in self.compute():
+            place = self.place(row)
+            rows.append(self._beside(row, kept[place] if place in kept else self.stock(self.layer_of(row), row["sm"])))
+        return _text(head | {"differences": self.differences}, rows)
+
+    def other_backends(self, before: str, after: str) -> list[str]:
+        """A line for each row of which another backend is chosen.
+
+        Args:
+            before: the text of the file.
+            after: that which takes its place.
+        """
+        old = {self.place(row): row["ours"]["backend"] for row in rows_of(before)}
+        return [
+            f"{self.name} {self.place(row)}: {row['ours']['backend']}, was {old[self.place(row)]}"
+            for row in rows_of(after)
+            if old.get(self.place(row), row["ours"]["backend"]) != row["ours"]["backend"]
+        ]
 
     def _beside(self, row: Row, stock: dict[str, str]) -> Row:
         """A row with stock's choice, and the reason where that is another."""
@@ -284,6 +293,32 @@ class GoldenTable:
 def _text(head: Mapping[str, Any], rows: Iterable[Row]) -> str:
     lines = ",\n".join(json.dumps(row) for row in rows)
     return f'{{"conditions": {json.dumps(head, indent=1)},\n"rows": [\n{lines}\n]}}\n'
+
+
+def rows_of(text: str) -> list[Row]:
+    """The decisions in the text of a file of golden decisions; empty without one."""
+    held = json.loads(text) if text else []
+    return list(held["rows"] if isinstance(held, dict) else held)
+
+
+def count_changes(before: str, after: str) -> str:
+    """How many decisions of a file change, in words: ``3 of 84 decisions``. New ones count, and those that go.
+
+    Args:
+        before: the text of the file; "" without one.
+        after: that which takes its place.
+    """
+    old, new = rows_of(before), rows_of(after)
+    places = [_place(row) for row in new]
+    gone = sum(_place(row) not in places for row in old)
+    changed = f"{sum(row not in old for row in new)} of {len(new)} decisions"
+    return f"{changed}, {gone} gone" if gone else changed
+
+
+def _place(row: Row) -> Row:
+    """What a row is about, without what is decided."""
+    decided = ("ours", "stock", "difference", "problem", "decision", "candidates")
+    return {name: value for name, value in row.items() if name not in decided}
 
 
 def full_text(tables: Iterable[GoldenTable]) -> str:

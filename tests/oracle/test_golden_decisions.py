@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 
 from tests.lib import golden_decisions
-from tests.lib.golden_decisions import FULL_TEXT_FILE, GPUS, REGENERATE, RENEW, GoldenTable, device_of, full_text
+from tests.lib.golden_decisions import FULL_TEXT_FILE, GENERATE, GPUS, GoldenTable, count_changes, device_of, full_text
+from tests.lib.golden_tables import TABLES
 from tests.lib.stock_choice_mxfp4 import CONSUMED, MODELS
 from tests.lib.stock_choice_mxfp4 import GOLDEN as MXFP4
-from tests.lib.stock_choice_mxfp8 import GOLDEN as MXFP8
-from tests.lib.stock_choice_wna16 import GOLDEN as WNA16
+from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.settings import Settings
 
-TABLES = (MXFP8, MXFP4, WNA16)
 each_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 
 
@@ -23,12 +25,12 @@ def test_decisions_are_the_golden_ones(table: GoldenTable) -> None:
     expected = {table.place(row): row for row in table.rows()}
     for row in table.compute():
         kept = expected.pop(table.place(row))
-        assert row == {name: kept[name] for name in row}, f"{table.place(row)}: {RENEW}"
+        assert row == {name: kept[name] for name in row}, f"{table.place(row)}: {GENERATE}"
     assert not expected
 
 
 def test_every_sentence_of_ten_decisions() -> None:
-    assert full_text(TABLES) == FULL_TEXT_FILE.read_text(), RENEW
+    assert full_text(TABLES) == FULL_TEXT_FILE.read_text(), GENERATE
 
 
 @pytest.mark.matrix  # runs code from the sources of the newest release
@@ -39,7 +41,7 @@ def test_stock_choices_are_the_golden_ones(table: GoldenTable, capability: int) 
     assert rows
     for row in rows:
         found = table.stock(table.layer_of(row), capability)
-        assert found == row["stock"], f"{table.place(row)}: {REGENERATE}"
+        assert found == row["stock"], f"{table.place(row)}: {GENERATE} --stock"
 
 
 @each_table
@@ -61,6 +63,29 @@ def test_renewed_decisions_keep_stocks_choices_and_need_reasons(
     monkeypatch.setattr(golden_decisions, "codes_of", lambda *_: {"backend": "another", "class": "Another"})
     with pytest.raises(ValueError, match=f"another is chosen, .* tests/lib/stock_choice_{table.name}.py"):
         table.renewed(text)
+
+
+def test_stocks_choices_are_computed_where_the_file_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a row that it lacks, for a file of another release, and on request."""
+    asked = []
+
+    def stock(problem: Problem, capability: int) -> dict[str, str]:
+        asked.append((problem, capability))
+        return {"backend": "computed", "class": ""}
+
+    table = dataclasses.replace(MXFP4, stock=stock, difference=lambda row: "")
+    monkeypatch.setattr(golden_decisions, "codes_of", lambda *_: {"backend": "one"})
+    text = table.renewed("")
+    count = len(golden_decisions.rows_of(text))
+    assert len(asked) == count and table.renewed(text) == text and len(asked) == count
+    held = json.loads(text)
+    lacking = json.dumps(held | {"rows": held["rows"][1:]})
+    assert table.renewed(lacking) == text and len(asked) == count + 1
+    older = text.replace(held["conditions"]["stock"], "vLLM 0.1.0")
+    assert table.renewed(older) == text and len(asked) == 2 * count + 1
+    assert table.renewed(text, stock=True) == text and len(asked) == 3 * count + 1
+    assert count_changes(lacking, text) == f"1 of {count} decisions"
+    assert count_changes(text, lacking) == f"0 of {count - 1} decisions, 1 gone"
 
 
 @each_table

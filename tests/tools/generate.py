@@ -11,7 +11,9 @@ kernels were measured again, unless ``--as-predictions`` is given. Generated are
   and examples/kubernetes.yaml names,
 * the recipes in examples/recipes/,
 * `releases/vllm_names.py`, where a supported release was not read for it,
-* the golden decisions; stock's choices beside them only where they were made for another release than the newest.
+* the golden decisions, each file with the number of decisions that change. What stock vLLM chooses beside them is
+  computed from its sources where the file is of another release than the newest or lacks a row, and with ``--stock``
+  everywhere: after a change of `tests/lib/stock_choice_<scheme>.py`. That takes a minute.
 """
 
 from __future__ import annotations
@@ -31,14 +33,15 @@ from pathlib import Path
 from packaging.version import Version
 
 from tests.lib import golden_files, readme_sections
-from tests.lib.golden_decisions import FULL_TEXT_FILE, full_text
+from tests.lib.golden_decisions import FULL_TEXT_FILE, SHOWN_CHANGES, count_changes, full_text
+from tests.lib.golden_tables import TABLES
 from tests.lib.readme_sections import paragraph
+from tests.lib.releases import ReleaseUnavailable
 from tests.tools import (
     accuracy_tables,
     batched_table,
     coverage_table,
     evidence,
-    golden_decisions,
     kernel_tables,
     page_one,
     peers_table,
@@ -63,7 +66,6 @@ WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 PROJECT = ROOT / "pyproject.toml"
 SETUP = ROOT / "examples" / "setup.sh"
 KUBERNETES = ROOT / "examples" / "kubernetes.yaml"
-DECISIONS = ROOT / "tests" / "golden" / "decisions"
 EXAMPLE = "examples/qwen3-30b-a3b-mxfp8.json"
 KERNELS = golden_files.newest("kernels")
 COSTS = ROOT / "tests" / "golden" / "costs.json"
@@ -291,17 +293,8 @@ def recipe(path: Path) -> Callable[[str], str]:
 
 
 FILES |= {path: recipe(path) for path in recipes.paths()}
-FILES |= {table.path: table.renewed for table in golden_decisions.TABLES}
-FILES[FULL_TEXT_FILE] = lambda _: full_text(golden_decisions.TABLES)
-
-
-def stale_decisions() -> list[Path]:
-    """Files of golden decisions whose conditions name another vLLM than the newest."""
-    return [
-        file
-        for file in sorted(DECISIONS.glob("*.json"))
-        if '"vllm": "' in (text := file.read_text(encoding="utf-8")) and f'"vllm": "{NEWEST}"' not in text
-    ]  # fmt: skip
+FILES |= {table.path: table.renewed for table in TABLES}
+FILES[FULL_TEXT_FILE] = lambda _: full_text(TABLES)
 
 
 def _replaced(text: str, pattern: str, line: str) -> str:
@@ -316,13 +309,21 @@ def _replaced(text: str, pattern: str, line: str) -> str:
     return text
 
 
+def described(path: Path, text: str, made: str) -> str:
+    """The name of a file that changes; of golden decisions with the number of those that do."""
+    name = str(path.relative_to(ROOT))
+    decisions = {table.path for table in TABLES} | {FULL_TEXT_FILE}
+    return f"{name} ({count_changes(text, made)})" if path in decisions else name
+
+
 def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="bring the files up to date")
     parser.add_argument("--as-predictions", action="store_true", help="write figures of kernels that have changed")
+    parser.add_argument("--stock", action="store_true", help="compute what stock vLLM chooses for golden decisions")
     options = parser.parse_args()
-    write, stale = options.write, []
+    write, stale, others = options.write, [], list[str]()
     if write and not options.as_predictions and (changed := restamp_profiles.stale_profiles()):
         print(
             f"the kernels' sources are not those that were measured ({', '.join(each.name for each in changed)}): run "
@@ -338,19 +339,23 @@ def main() -> int:
         stale.append(str(release_names.FILE.relative_to(ROOT)))
         if write:
             subprocess.run([sys.executable, "-m", "tests.tools.release_names"], cwd=ROOT, check=True)
-    if stale_decisions():
-        stale.append("golden decisions")
-        if write:
-            subprocess.run([sys.executable, "-m", "tests.tools.golden_decisions", "--write"], cwd=ROOT, check=True)
+    tables = {table.path: table for table in TABLES}
     for path, make in FILES.items():
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        made = make(text)
+        try:
+            made = tables[path].renewed(text, stock=True) if options.stock and path in tables else make(text)
+        except ReleaseUnavailable as error:
+            raise SystemExit(f"{path.relative_to(ROOT)} needs stock vLLM's sources: {error}") from error
         if made != text:
-            stale.append(str(path.relative_to(ROOT)))
+            stale.append(described(path, text, made))
+            others += tables[path].other_backends(text, made) if path in tables else ()
             if write:
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(made, encoding="utf-8")
     print(f"{'written' if write else 'stale'}: {', '.join(stale)}" if stale else "up to date")
+    print("".join(f"{line}\n" for line in others[:SHOWN_CHANGES]), end="")
+    if len(others) > SHOWN_CHANGES:
+        print(f"and {len(others) - SHOWN_CHANGES} more decisions for another backend")
     return int(bool(stale) and not write)
 
 
