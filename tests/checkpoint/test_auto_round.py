@@ -27,7 +27,7 @@ from vllm_moe_oracle.quantization.types import GATED_PROJECTIONS, LayerNames
     ("changes", "scheme"),
     [
         ({"packing_format": "auto_round:auto_gptq"}, Scheme("wna16", 4, 128, "gptq")),
-        ({"data_type": None, "bits": 8, "sym": False}, Scheme("wna16", 8, 128, "gptq", True)),
+        ({"data_type": "int", "bits": 8, "sym": False}, Scheme("wna16", 8, 128, "gptq", True)),
         ({"packing_format": "auto_round:auto_awq", "sym": False}, Scheme("wna16", 4, 128, "awq", True)),
     ],
 )

@@ -112,7 +112,6 @@ from vllm_moe_oracle.quantization import MAX_SIMILAR_NOTES
         ({"quantization_config": {"quant_method": "modelopt", "quantization": 1}}, "quantization is 1, not an object"),
         ({"quantization_config": MODELOPT | {"quant_algo": "MIXED_PRECISION"}}, "needs an object quantized_layers"),
         ({"quantization_config": mixed(a="")}, "quantized_layers.a has no quant_algo"),
-        ({"quantization_config": compressed()}, "config_groups is missing or empty"),
         ({"quantization_config": compressed(group({"num_bits": "8"}))}, "num_bits is '8'"),
         ({"quantization_config": compressed(group(CT_MXFP8, [1]))}, r"input_activations is \[1\]"),
         ({"quantization_config": {"quant_method": "gptq", "group_size": 128}}, "bits is missing"),

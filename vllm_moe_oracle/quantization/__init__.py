@@ -18,7 +18,7 @@ from typing import Any
 
 from ..core.problem import MX_BLOCK, Scheme
 from ..errors import CheckpointError, did_you_mean
-from .fields import read_names, read_string, short_repr
+from .fields import read_names, read_string, reject_nulls, short_repr
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat
 from .unsupported import UNSUPPORTED_ONLINE as UNSUPPORTED_ONLINE
 from .unsupported import parse_unsupported
@@ -71,6 +71,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
             invalid value.
     """
     method = _quant_method(config, where)
+    reject_nulls(config, ("producer",), where)
     if method in _BY_METHOD:
         _check_spelling(config, method, where)
         return _BY_METHOD[method].parsers[method](config, where)

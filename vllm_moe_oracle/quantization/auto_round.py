@@ -9,7 +9,7 @@ from typing import Any
 from ..core.patterns import BoundedPattern, InvalidPatternError, MatchBudget, SearchList
 from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
 from ..errors import CheckpointError
-from .fields import read_boolean, read_integer, read_string, short_repr, shortened
+from .fields import read_boolean, read_integer, read_string, reject_nulls, short_repr, shortened
 from .gptq import refused_linear_scheme
 from .single_experts import ExpertEntries
 from .types import (
@@ -37,6 +37,9 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     for its matrices must agree with it. Only releases whose MoE layer class is FusedMoE look for entries of matrices
     where the module has none.
     """
+    reject_nulls(config, ("data_type", "backend" if "backend" in config else "vllm_backend"), where)
+    if config.get("group_size") is None:
+        raise CheckpointError("group_size is missing: vLLM refuses that, and a server does not start", where=where)
     format_of = _entry_format(config, where)
     if format_of is None:
         kind = read_string(config, "data_type", where) or "int"

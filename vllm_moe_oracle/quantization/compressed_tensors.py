@@ -10,7 +10,16 @@ from typing import Any
 from ..core.patterns import MatchBudget, PatternList
 from ..core.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme
 from ..errors import CheckpointError
-from .fields import read_boolean, read_config_groups, read_integer, read_names, read_string, short_repr, shortened
+from .fields import (
+    read_boolean,
+    read_config_groups,
+    read_integer,
+    read_names,
+    read_string,
+    reject_nulls,
+    short_repr,
+    shortened,
+)
 from .single_experts import ExpertEntries, same_for_all
 from .types import (
     UNLISTED,
@@ -35,16 +44,15 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     includes experts. A target in two groups belongs to the later one.
     """
     _reject_sparsity(config, where)
+    reject_nulls(config, ("config_groups", "format"), where)
     budget = MatchBudget(where)
     left = read_names(config, ("ignore",), where)
     ignored = _first_match(left, budget)
     formats: dict[str, ExpertFormat] = {}
     for group in read_config_groups(config, where):
+        _check_group(group, where)
         found = group_format(group, config.get("format"), where)
         formats |= dict.fromkeys(read_names(group, ("targets",), where), found)
-    if not formats:
-        raise CheckpointError("config_groups is missing or empty", where=where)
-
     target_of = _first_match(formats, budget)
     transforms = online_transforms(config, where, budget)
     default = formats.get(_target_of_class(formats, target_of))
@@ -91,6 +99,13 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
         return found
 
     return lookup
+
+
+def _check_group(group: Mapping[str, Any], where: str) -> None:
+    """Refuses a group at which vLLM's reader fails."""
+    if missing := [name for name in ("targets", "weights") if group.get(name) is None]:
+        rule = f"config_groups: a group has no {' and no '.join(missing)}: vLLM refuses that"
+        raise CheckpointError(rule, "Take the group out; to leave modules as they are, add them to ignore", where)
 
 
 def _reject_sparsity(config: Mapping[str, Any], where: str) -> None:
@@ -188,6 +203,8 @@ def _target_of_class(targets: Iterable[str], target_of: Callable[[Iterable[str]]
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     """Notes for the user about a config that `parse_config` accepted, one sentence each."""
+    if not any(read_names(group, ("targets",), where) for group in read_config_groups(config, where)):
+        yield f"{where}: config_groups is missing or empty: vLLM takes no layer for quantized"
     entries = {"ignore": read_names(config, ("ignore",), where)}
     entries["targets"] = [
         name for group in read_config_groups(config, where) for name in read_names(group, ("targets",), where)
@@ -283,6 +300,8 @@ def group_format(group: Mapping[str, Any], common_layout: object, where: str) ->
     for name, part in (("weights", weights), ("input_activations", inputs)):
         if part is not None and not isinstance(part, Mapping):
             raise CheckpointError(f"config_groups: {name} is {short_repr(part)}, not an object", where=where)
+        if part is not None:
+            _check_args(part, f"{where}, config_groups, {name}")
     args = _WeightArgs.read(weights, str(group.get("format") or common_layout or ""), where)
     if _is_mx(args, weights):
         return _mx_format(args, inputs)
@@ -295,6 +314,14 @@ def group_format(group: Mapping[str, Any], common_layout: object, where: str) ->
         kind, bits, strategy, _ = _declared_args(inputs)
         words += f" with inputs in {short_repr(bits)}-bit {kind} strategy {strategy}"
     return UnsupportedFormat(shortened(words))
+
+
+def _check_args(part: Mapping[str, Any], where: str) -> None:
+    """Refuses what the library's `QuantizationArgs` refuses whatever else they say: nulls, and groups of no size."""
+    reject_nulls(part, ("num_bits", "type", "symmetric", "dynamic"), where)
+    strategy = part.get("strategy")
+    if isinstance(strategy, str) and strategy.lower() == "group" and part.get("group_size") is None:
+        raise CheckpointError("strategy group has no group_size", "State how many weights share a scale", where)
 
 
 def _is_mx(args: _WeightArgs, weights: Mapping[str, Any]) -> bool:

@@ -22,6 +22,24 @@ def shortened(text: str, most: int = 160) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def reject_nulls(config: Mapping[str, Any], names: Iterable[str], where: str, remedy: str = "") -> None:
+    """Refuses fields that are there and null, where vLLM takes a field that is not there and fails at null.
+
+    Args:
+        config: the object with the fields.
+        names: those fields.
+        where: file and field, for messages.
+        remedy: what to write; "" for leaving the field out.
+
+    Raises:
+        CheckpointError: one of them is null.
+    """
+    for name in names:
+        if name in config and config[name] is None:
+            rule = f"{name} is null: vLLM refuses that, and a server does not start"
+            raise CheckpointError(rule, remedy or "Leave the field out", where)
+
+
 def read_string(config: Mapping[str, Any], name: str, where: str) -> str:
     """A word in lower case; "" where the field is not set."""
     value = config.get(name)

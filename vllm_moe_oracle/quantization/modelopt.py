@@ -20,6 +20,7 @@ from .fields import (
     read_config_groups,
     read_names,
     read_string,
+    reject_nulls,
     short_repr,
 )
 from .single_experts import names_below_experts, reject_some_experts
@@ -31,6 +32,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
 
     vLLM's classes look only the experts' module up among the exclusions; see `modelopt_exclusion_matcher`.
     """
+    reject_nulls(config, ("quantization",), where)
     nested = config.get("quantization")
     if nested is not None and not isinstance(nested, Mapping):
         raise CheckpointError(f"quantization is {short_repr(nested)}, not an object", where=where)
@@ -39,7 +41,10 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     algo = read_string(fields, "quant_algo", where).upper() or ("MXFP8" if method == "modelopt_mxfp8" else "")
     if nested is not None and algo == "MXFP8":
         _check_legacy_fields(nested, where)
-    excluded = modelopt_exclusion_matcher(read_names(fields, (_exclusion_field(config),), where), where)
+    field = _exclusion_field(config)
+    if nested is not None or field == "ignore":  # of the others vLLM takes null for an empty list, or notes say more
+        reject_nulls(fields, (field,), where, "Write [], or leave the field out")
+    excluded = modelopt_exclusion_matcher(read_names(fields, (field,), where), where)
     if algo == "MIXED_PRECISION":
         return _mixed_precision_lookup(fields, excluded, where)
     if not algo:
@@ -160,6 +165,9 @@ def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     for other in _EXCLUSION_FIELDS:
         if other != field and read_names(fields, (other,), where):
             yield f"{where}: {other} has no effect: vLLM reads {field} in a config of this form"
+    if nested is None and field == "exclude_modules" and fields[field] is None:
+        rule = f"exclude_modules is null, which vLLM refuses from {min_versions.MODELOPT_EXCLUDE_MODULES} on"
+        yield f"{where}: {rule}. Write [], or leave the field out"
     if nested is None and field == "exclude_modules" and fields[field]:
         rule = f"vLLM before {min_versions.MODELOPT_EXCLUDE_MODULES} does not read exclude_modules beside quant_algo"
         yield f"{where}: {rule}, and would not load such files"
@@ -191,7 +199,10 @@ def modelopt_activation_precision(config: Mapping[str, Any], where: str = "quant
     Raises:
         CheckpointError: ``config_groups`` is not what ModelOpt writes.
     """
-    groups = read_config_groups(config, where)
+    stated = config.get("config_groups")
+    if isinstance(stated, Mapping):  # vLLM does not read them
+        stated = {name: group for name, group in stated.items() if group is not None}
+    groups = read_config_groups({"config_groups": stated}, where)
     if groups and all("input_activations" in group and group["input_activations"] is None for group in groups):
         return "16bit"
     return "mxfp8"
@@ -283,7 +294,7 @@ def parse_minimax_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """MiniMax's tag: ModelOpt's tensors, with the exclusions under ``ignored_layers``."""
     form = _exclusion_field(config)
     algo = config.get("quant_algo") or "MXFP8"
-    exclusions = {"ignore": config.get(form)} if form == "ignored_layers" else {}
+    exclusions = {"ignore": config.get(form) or []} if form == "ignored_layers" else {}
     return parse_config({**config, "quant_algo": algo, **exclusions}, where)
 
 
