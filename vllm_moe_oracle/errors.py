@@ -7,6 +7,7 @@ import dis
 import logging
 import re
 import signal
+import sys
 import traceback
 from collections.abc import Iterable
 from typing import Any
@@ -106,9 +107,8 @@ def is_interruption(error: BaseException) -> bool:
     return type(error) is KeyboardInterrupt and not raised
 
 
-_OUT_OF_MEMORY = re.compile(
-    r"OutOfMemoryError|MemoryError|out of memory|(?:can't|cannot) allocate memory", re.IGNORECASE
-)
+_HOST_OUT_OF_MEMORY = r"(?:can't|cannot) allocate memory"
+_OUT_OF_MEMORY = re.compile(rf"OutOfMemoryError|MemoryError|out of memory|{_HOST_OUT_OF_MEMORY}", re.IGNORECASE)
 _ASKED_BYTES = re.compile(r"allocate (\d+) bytes")
 
 
@@ -122,9 +122,27 @@ def mentions_out_of_memory(text: str) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory was not sufficient; see `mentions_out_of_memory`."""
-    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return memory or (isinstance(error, RuntimeError | OSError) and mentions_out_of_memory(str(error)))
+    """Whether an exception says that memory was not sufficient; see `mentions_out_of_memory`.
+
+    Words about a device's memory count only where this process uses a device: on a CPU they are a backend's invention,
+    and no memory that is freed helps. A typed error of this project that repeats such words is what its type says.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OracleError) or not isinstance(error, RuntimeError | OSError):
+        return False
+    text = describe_error(error)
+    return mentions_out_of_memory(text) and (_uses_device() or _is_of_host(text))
+
+
+def _is_of_host(text: str) -> bool:
+    return re.search(_HOST_OUT_OF_MEMORY, text, re.IGNORECASE) is not None
+
+
+def _uses_device() -> bool:
+    """Whether this process has begun to use a GPU."""
+    torch = sys.modules.get("torch")
+    return torch is not None and any(getattr(torch, name).is_initialized() for name in ("cuda", "xpu"))
 
 
 def asked_memory(error: BaseException) -> str:

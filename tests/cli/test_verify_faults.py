@@ -24,9 +24,9 @@ from vllm_moe_oracle.backends.emulation import Emulation, forward
 class Stop(BaseException):
     pass
 
-def fault(kind, layer):
-    if kind == os.environ["WHERE"] and "layers.1" in layer:
-        exec(os.environ["FAULT"], globals())
+def fault(kind, layer, **names):
+    if kind == os.environ["WHERE"] and os.environ["LAYER"] in layer:
+        exec(os.environ["FAULT"], globals() | names)
 
 class Theirs(Emulation):
     name = "theirs"
@@ -36,7 +36,9 @@ class Theirs(Emulation):
 
     def convert(self, expert, problem, plan):
         fault("convert", problem.layer)
-        return super().convert(expert, problem, plan)
+        converted = super().convert(expert, problem, plan)
+        fault("converted", problem.layer, tensors=converted)
+        return converted
 
     def build_experts(self, tensors, problem, plan, builder):
         def run(out, x, *more):
@@ -84,9 +86,11 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def verify(package: Path, where: str, fault: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def verify(
+    package: Path, where: str, fault: str, *arguments: object, layer: str = LAYERS[1]
+) -> subprocess.CompletedProcess[str]:
     code = RUN.format(folder=str(package), root=str(Path(__file__).parents[2]), arguments=[*map(str, arguments)])
-    return forked.python(code, environment(WHERE=where, FAULT=fault, VLLM_PLUGINS="", COLUMNS="80"))
+    return forked.python(code, environment(WHERE=where, FAULT=fault, LAYER=layer, VLLM_PLUGINS="", COLUMNS="80"))
 
 
 ENDED = (
@@ -152,3 +156,53 @@ def test_what_a_class_prints_is_no_answer(package: Path, model: Path) -> None:
     found = verify(package, "class", "print('printed'); os.write(1, b'written')", model, "--json")
     assert found.returncode == 0 and [each["status"] for each in json.loads(found.stdout)["layers"]] == ["passed"] * 2
     assert "printed" in found.stderr and "written" in found.stderr
+
+
+UNCOPIED = {
+    "dtype": (
+        "import torch; tensors['extra'] = torch.empty(4, dtype=torch.uint7)",
+        "its extra cannot be copied: NotImplementedError",
+    ),
+    "class": (
+        """
+import torch
+
+class Odd(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise SystemExit(0)
+
+tensors["w2"] = torch.Tensor.as_subclass(tensors["w2"], Odd)
+""",
+        "its w2 is a Odd, expected a torch.Tensor",
+    ),
+}
+BLAMED = {
+    "the checkpoint": (
+        "from vllm_moe_oracle.errors import CheckpointError; raise CheckpointError('it is damaged')",
+        "its kernel raised CheckpointError: it is damaged",
+    ),
+    "the machine": (
+        "raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')",
+        "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "fault", "words"),
+    sampled(
+        [*(("converted", *each) for each in UNCOPIED.values()), *(("function", *each) for each in BLAMED.values())], 2
+    ),
+)
+def test_a_backend_blames_nobody_and_the_other_layers_are_checked(
+    package: Path, model: Path, where: str, fault: str, words: str
+) -> None:
+    found = verify(package, where, fault, model, "--json", layer=LAYERS[0])
+    assert found.returncode == 1 and "Traceback" not in found.stderr, found.stderr
+    first, second = json.loads(found.stdout)["layers"]
+    assert [(each["status"], each["backend"]) for each in (first, second)] == [
+        ("failed", "theirs"),
+        ("passed", "theirs"),
+    ]
+    assert words in first["fault"]

@@ -28,7 +28,17 @@ from tests.lib.faulty_backends import (
 )
 from tests.lib.strange_backends import RAISED, RETURNED
 from vllm_moe_oracle.core.problem import Problem
-from vllm_moe_oracle.errors import NoBackendError, SelfCheckError, asked_memory, describe_traceback, is_out_of_memory
+from vllm_moe_oracle.errors import (
+    BackendDefect,
+    CheckpointError,
+    HostMemoryError,
+    NoBackendError,
+    RankSyncError,
+    SelfCheckError,
+    asked_memory,
+    describe_traceback,
+    is_out_of_memory,
+)
 from vllm_moe_oracle.methods import backend_check, load_caches, rank_sync
 from vllm_moe_oracle.methods.rank_sync import RankGroup
 from vllm_moe_oracle.verification import inputs
@@ -160,8 +170,6 @@ def test_a_strict_check_and_an_explicit_choice_refuse_to_start(settings: dict[st
 
 
 def test_a_damaged_checkpoint_is_not_the_backends_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_moe_oracle.errors import CheckpointError
-
     def damaged(*args: Any) -> None:
         raise CheckpointError("the group index is no permutation")
 
@@ -175,8 +183,6 @@ def test_a_damaged_checkpoint_is_not_the_backends_fault(monkeypatch: pytest.Monk
 
 def test_nan_weights_are_a_checkpoint_error() -> None:
     """No backend would pass; each one that fails would take the blame, and the next its place."""
-    from vllm_moe_oracle.errors import CheckpointError
-
     layer = LAYERS["silu"]
     other = second()
     backends, loaded = registry([Faulty("none"), other]), weights(layer)
@@ -190,8 +196,6 @@ def test_nan_weights_are_a_checkpoint_error() -> None:
 
 
 def test_weights_too_small_for_float16_are_a_checkpoint_error() -> None:
-    from vllm_moe_oracle.errors import CheckpointError
-
     layer = dataclasses.replace(LAYERS["silu, 16 bit"], dtype="float16")
     backends, loaded = registry([Faulty("none"), second()]), weights(layer)
     for name in ("w13_scale", "w2_scale"):
@@ -331,6 +335,43 @@ def test_too_little_memory_is_no_fault_of_the_backend(error: Exception) -> None:
     asked = "1.50 GiB" if "alloc_cpu" in str(error) else "some"
     assert f"the self-check of first asked for {asked} of memory that is not free" in str(caught.value)
     assert method.backend.name == "first" and LAYERS["silu"].layer in str(caught.value)
+
+
+BLAMES = {
+    "the checkpoint": (
+        CheckpointError("it is damaged", "Load it again"),
+        "BackendDefect: .*CheckpointError: it is damaged",
+    ),
+    "the machine": (HostMemoryError("the memory is full"), "BackendDefect: .*HostMemoryError: the memory is full"),
+    "another rank": (RankSyncError("rank 3 died"), "BackendDefect: .*RankSyncError: rank 3 died"),
+    "a GPU, on a CPU": (
+        RuntimeError("CUDA out of memory. Tried to allocate 5 GiB"),
+        "RuntimeError: CUDA out of memory",
+    ),
+}
+
+
+@pytest.mark.parametrize("blamed", BLAMES)
+def test_a_third_partys_kernel_blames_nobody_else(blamed: str) -> None:
+    error, words = BLAMES[blamed]
+
+    def compute(*arguments: Any) -> None:
+        raise error
+
+    backends = registry([Faulty("blames", compute=compute), second()])
+    method = Method.of(backends, LAYERS["silu"])
+    backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+    failed = next(each for each in method.decision.candidates if each.backend == "blames")
+    assert method.backend.name == "second" and re.search(words, failed.reasons[0].detail)
+
+
+def test_words_about_a_devices_memory_count_where_a_device_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("Triton Error [CUDA]: out of memory")
+    assert not is_out_of_memory(error)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert is_out_of_memory(error) and is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    # A defect that repeats them is a defect.
+    assert not is_out_of_memory(BackendDefect("its kernel raised SystemExit: CUDA out of memory"))
 
 
 def test_torchs_own_error_of_the_cpu_allocator_is_recognized() -> None:

@@ -8,11 +8,13 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.lib.cases import CPU, Plain, backend, registry
 from tests.lib.strange_backends import ALLOWED, ARGUMENTS, LAYER, RAISED, RETURNED, strange
@@ -145,6 +147,50 @@ def test_an_answer_of_the_right_type_may_still_break_the_contract(method: str, a
     found = registry([strange(method, lambda: answer)])["strange"]
     with pytest.raises(BackendDefect, match=re.escape(words)):
         getattr(found, method)(**{name: ARGUMENTS[name] for name in PARAMETERS[method]})
+
+
+class Own(torch.Tensor):
+    """A class whose every answer is its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise SystemExit(0)
+
+
+def of_fake_mode() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(4)
+
+
+TENSORS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "own class": (lambda: torch.zeros(4).as_subclass(Own), "is a Own, expected a torch.Tensor"),
+    "fake": (of_fake_mode, "is a FakeTensor, expected a torch.Tensor"),
+    "uint7": (lambda: torch.empty(4, dtype=torch.uint7), "cannot be copied: NotImplementedError"),
+    "meta": (lambda: torch.empty(4, device="meta"), "has no values: it is on the device meta"),
+}
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_a_conversion_returns_tensors_that_can_be_copied(kind: str) -> None:
+    make, words = TENSORS[kind]
+    found = registry([strange("convert", lambda: {"w13": make()})])["strange"]
+    with pytest.raises(BackendDefect, match=re.escape(f"its w13 {words}")):
+        found.convert({"w13": torch.zeros(4)}, LAYER, ARGUMENTS["plan"])
+    for sound in (torch.zeros(4), torch.nn.Parameter(torch.zeros(4)), torch.zeros(4).to(torch.float8_e8m0fnu)):
+        kept = registry([strange("convert", lambda value=sound: {"w13": value})])["strange"]
+        assert kept.convert({"w13": torch.zeros(4)}, LAYER, ARGUMENTS["plan"])["w13"] is sound
+
+
+def test_what_is_checked_is_what_the_caller_gets() -> None:
+    class Fickle(dict[str, torch.Tensor]):
+        asked = 0
+
+        def items(self) -> Any:
+            self.asked += 1
+            return super().items() if self.asked < 5 else {"w13": None}.items()
+
+    found = registry([strange("convert", lambda: Fickle(w13=torch.zeros(4)))])["strange"]
+    assert type(found.convert({"w13": torch.zeros(4)}, LAYER, ARGUMENTS["plan"])) is dict
 
 
 def test_sound_answers_pass_unchanged() -> None:

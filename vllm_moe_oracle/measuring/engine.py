@@ -29,7 +29,7 @@ from ..core.problem import Device, Problem
 from ..errors import MeasurementError, describe_error
 from ..layouts.byte_views import stack_bytes
 from ..measurements.kernel_shape import RoutingKind, Sample
-from ..oracle.checked_backend import watched_calls
+from ..oracle.checked_backend import watched_calls, watched_kernel
 from ..oracle.watchdog import doing
 from ..settings import env_var
 from ..verification import process_state, tolerances
@@ -187,7 +187,7 @@ class BackendLayer:
             with (
                 torch.inference_mode(),
                 standalone_layer.forward_step(self._context.config, x.shape[0]),
-                watched_calls(self._backend, "kernel"),
+                watched_kernel(self._backend),
             ):
                 if self._backend.monolithic:
                     output = self._adapter.apply_monolithic(kernel, layer, x, tokens.logits, {})

@@ -26,7 +26,7 @@ from ..checkpoint.moe_layers import MoeLayers, find_moe_layers
 from ..checkpoint.serving import with_activations
 from ..core.decision import Decision
 from ..core.problem import Device, Problem
-from ..errors import CheckpointError, MeasurementError, NoBackendError
+from ..errors import BackendDefect, CheckpointError, MeasurementError, NoBackendError
 from ..measurements import lookup
 from ..methods.measure_hook import Progress
 from ..oracle.registry import Registry, default_registry
@@ -347,6 +347,9 @@ class Verification:
                         found = check.run(backend, own, edges)
                 except WeightsRefused as error:
                     refusal = str(error)
+                except BackendDefect as error:  # of a method that had answered when the layer was decided
+                    fault = "; ".join([str(error), *notes])
+                    return LayerResult(problem.layer, name, "failed", fault=fault), None
                 else:
                     fault = "; ".join([*([found.fault] if found.fault else []), *notes])
                     result = LayerResult(

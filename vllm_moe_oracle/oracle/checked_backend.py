@@ -182,17 +182,44 @@ def _verdict_mismatch(verdict: object, problem: Problem) -> str:
 
 def _kernel_tensors_mismatch(tensors: Mapping[str, Any], expert: Mapping[str, Any]) -> str:
     """Kernel tensors become parameters of vLLM's layer, `[experts, *shape]` each. Memory is reserved for them before
-    weights are loaded, by the shapes of a conversion that computes nothing."""
+    weights are loaded, by the shapes of a conversion that computes nothing; then each expert's are copied there."""
     for name, tensor in tensors.items():
+        # Asked first: a class of its own may do anything in every other answer, and when it is copied.
+        if type(tensor) not in _plain_tensors():
+            return f"its {name} is a {type(tensor).__name__}, expected a torch.Tensor"
         if not name.isidentifier() or name in _module_attributes():
             return f"{name!r} cannot be a parameter's name"
         if tensor.is_nested or tensor.is_quantized or str(tensor.layout) != "torch.strided":
             return f"its {name} is not a dense tensor of plain numbers"
         if not tensor.dim():
             return f"its {name} has no dimensions; an expert's scalar has shape [1]"
+        if tensor.is_meta and not all(each.is_meta for each in expert.values()):
+            return f"its {name} has no values: it is on the device meta, the expert is not"
+        if words := _copy_failure(tensor.dtype, tensor.device):
+            return f"its {name} cannot be copied: {words}"
     given, size = (sum(each.nbytes for each in some.values()) for some in (expert, tensors))
     if size > MAX_GROWTH * given + MAX_EXTRA_BYTES:
         return f"its tensors have {size} bytes, those of the expert that it got have {given}"
+    return ""
+
+
+@cache
+def _plain_tensors() -> tuple[type, ...]:
+    """Classes whose tensors behave as torch's. Asked where there are tensors, so that torch is imported."""
+    torch = sys.modules["torch"]
+    return torch.Tensor, torch.nn.Parameter
+
+
+@cache
+def _copy_failure(dtype: Any, device: Any) -> str:
+    """Why tensors of a dtype cannot be copied on a device; "" where they can. torch has dtypes that it cannot copy."""
+    torch = sys.modules["torch"]
+    try:
+        torch.empty(1, dtype=dtype, device=device).copy_(torch.empty(1, dtype=dtype, device=device))
+    except Exception as error:  # of a type for each dtype
+        if is_out_of_memory(error):
+            raise
+        return describe_error(error)
     return ""
 
 
@@ -289,6 +316,8 @@ class CheckedBackend(Backend):
                     value = getattr(self._backend, method)(*args, **kwargs)
             else:
                 value = getattr(self._backend, method)(*args, **kwargs)
+            if isinstance(value, dict):  # what is checked is what the caller gets: a class of its own may change it
+                value = dict(value)
             words = check(value)
             if not words and rule is not None:
                 words = rule(value, args[0] if args else kwargs[_RULE_ARGUMENTS[method]])
@@ -305,7 +334,10 @@ class CheckedBackend(Backend):
 
 @contextlib.contextmanager
 def watched_calls(
-    backend: Backend | None, part: str, allowed: tuple[type[Exception], ...] = (Exception,)
+    backend: Backend | None,
+    part: str,
+    allowed: tuple[type[Exception], ...] = (Exception,),
+    refused: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
     """Watches calls of what a third party's backend built or named, experts of any class and its stock class, as its
     methods are watched: what they print goes to standard error, and ``SystemExit`` does not end the process.
@@ -316,6 +348,7 @@ def watched_calls(
         backend: a registry's; nothing is done for None, and for one of this package.
         part: what is called, for messages.
         allowed: exceptions that pass as they are: who calls a kernel names the call, and the backend.
+        refused: those among them that do not pass.
 
     Raises:
         BackendDefect: the code inside raised something else that is no interruption.
@@ -327,9 +360,22 @@ def watched_calls(
         with third_party_code(f"backend {backend.name}: its {part}", backend._remedy):
             yield
     except BaseException as error:
-        if isinstance(error, allowed) or is_interruption(error):
+        passes = isinstance(error, allowed) and not isinstance(error, refused)
+        if passes or isinstance(error, BackendDefect) or is_interruption(error):
             raise
         raise backend._defect(part, f"raised {describe_error(error)}") from error
+
+
+def watched_kernel(backend: Backend | None) -> contextlib.AbstractContextManager[None]:
+    """`watched_calls` of a call of the kernel that a backend built.
+
+    A kernel sees no file and no setting: this project's own errors, which blame the checkpoint or the machine, are its
+    defects. A lack of memory that Python or torch reports passes.
+
+    Args:
+        backend: see `watched_calls`.
+    """
+    return watched_calls(backend, "kernel", refused=(OracleError,))
 
 
 def unchecked(backend: Backend) -> Backend:

@@ -24,7 +24,7 @@ from ..compat.experts_builder import VllmBuilder
 from ..core.decision import ShardPlan
 from ..core.problem import Parallel, Problem
 from ..errors import CheckpointError
-from ..oracle.checked_backend import unchecked, watched_calls
+from ..oracle.checked_backend import unchecked, watched_kernel
 from . import bounds, inputs, process_state, routing
 from .tolerances import rounding_error
 
@@ -208,7 +208,7 @@ class Calls:
         given = [tokens, *(self._in_place(each, rows) for each in others)]
         # Copies: the next call may get the same memory.
         self._rows.append(rows)
-        with watched_calls(self._backend, "kernel"), process_state.kept() as changed:
+        with watched_kernel(self._backend), process_state.kept() as changed:
             self._outputs.append(self._run(*given, poisoned=poisoned).clone())
         # The first calls may import and compile.
         self._settings.append([] if poisoned else changed)

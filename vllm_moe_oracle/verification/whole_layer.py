@@ -28,9 +28,9 @@ from ..compat import standalone_layer, weight_storage
 from ..compat.experts_builder import VllmBuilder
 from ..core.decision import ShardPlan
 from ..core.problem import Problem
-from ..errors import CheckpointError, HostMemoryError, asked_memory, describe_error, is_out_of_memory
+from ..errors import BackendDefect, CheckpointError, HostMemoryError, asked_memory, describe_error, is_out_of_memory
 from ..layouts.byte_views import cat_bytes
-from ..oracle.checked_backend import overrides, watched_calls
+from ..oracle.checked_backend import overrides, watched_calls, watched_kernel
 from . import bounds, inputs, process_state, routing, self_check
 from .tolerances import rounding_error
 
@@ -178,9 +178,7 @@ class LayerCheck:
         fault = ""
         for index in range(self.problem.num_experts):
             expert = self._on_device(index)
-            with process_state.kept():
-                words = backend.validate_weights(expert, self.problem) if overrides(backend, "validate_weights") else ""
-            if words:
+            if words := _refusal(backend, expert, self.problem):
                 raise WeightsRefused(f"expert {index}: {words}")
             sums.add(expert, index)
             fault = fault or made.put(expert, index)
@@ -290,6 +288,17 @@ class LayerCheck:
         return _Batch(x.to(self._device), weights.to(self._device), ids.to(self._device), empty, logits)
 
 
+def _refusal(backend: Backend, expert: Tensors, problem: Problem) -> str:
+    """Why a backend cannot hold an expert's weights, "" if it can; what its method raised, as at load."""
+    if not overrides(backend, "validate_weights"):
+        return ""
+    with process_state.kept():
+        try:
+            return backend.validate_weights(expert, problem)
+        except BackendDefect as error:
+            return str(error)
+
+
 def _shows_errors(batch: _Batch) -> bool:
     """Whether a kernel that writes zeros is off by more than rounding explains."""
     rows = torch.arange(len(batch.x), device=batch.x.device)
@@ -379,10 +388,16 @@ class KernelTensors:
         try:
             with process_state.kept():
                 converted = self.backend.convert(expert, self._problem, self._plan)
+            with watched_calls(self.backend, "converted tensors"):  # copies of a class of its own run its code
+                words = self._copy(converted, expert, index)
         except Exception as error:  # what a backend raises is what is wrong with it
             if is_out_of_memory(error):
                 raise
-            return f"the conversion of expert {index}: {describe_error(error)}"
+            words = describe_error(error)
+        return f"the conversion of expert {index}: {words}" if words else ""
+
+    def _copy(self, converted: Tensors, expert: Tensors, index: int) -> str:
+        """Copies an expert's kernel tensors into their place, which the first call makes. Returns what is wrong."""
         specs = {name: weight_storage.TensorSpec.of(tensor) for name, tensor in converted.items()}
         if not self._specs:
             self._specs = specs
@@ -392,7 +407,7 @@ class KernelTensors:
                 self.nbytes += data.nbytes
             self.nbytes += sum(tensor.nbytes for tensor in expert.values())
         if specs != self._specs:
-            return f"the conversion of expert {index}: its tensors have other shapes or dtypes than the first expert's"
+            return "its tensors have other shapes or dtypes than the first expert's"
         for name, tensor in converted.items():
             self.tensors[name][index].copy_(tensor)
         return ""
@@ -484,7 +499,7 @@ class _LayerCalls:
         given = batch.x[rows]
         self.count += 1
         # As a server calls it; the check at load says what was changed.
-        with torch.inference_mode(), watched_calls(self._made.backend, "kernel"), process_state.kept():
+        with torch.inference_mode(), watched_kernel(self._made.backend), process_state.kept():
             actual = self._run(batch, given, rows).float()
         reference = batch.reference
         blocks, columns, tokens = (each.nan_to_num(nan=torch.inf) for each in bounds.ratios(actual, reference, rows))
