@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import functools
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,14 +139,22 @@ def check_values(data: bytes, kind: type[OracleError], where: str) -> None:
         raise kind(f"has up to {count} values; a file of more than {MAX_VALUES} is not read", where=where)
 
 
-def parse_json(data: bytes, kind: type[OracleError], where: str) -> Any:
+def parse_json(data: bytes, kind: type[OracleError], where: str, repeated: list[str] | None = None) -> Any:
     """The value of a JSON text. Python's own parser: configs of models may hold Infinity, which is not JSON.
 
     Only UTF-8 is read. `json.loads` would guess other encodings from bytes, and skip a byte order mark; what vLLM and
     safetensors read the same files with does neither.
 
+    Args:
+        data: the text.
+        kind: the error to raise.
+        where: the file, for messages.
+        repeated: gets the fields that an object has more than once, of which the last counts, for files that vLLM reads
+            so. None to refuse them.
+
     Raises:
-        OracleError: of `kind`: the text is not JSON in UTF-8, or exceeds a limit of this module.
+        OracleError: of `kind`: the text is not JSON in UTF-8, an object has a field more than once, or it exceeds a
+            limit of this module.
     """
     check_values(data, kind, where)
     if data.startswith(_BYTE_ORDER_MARKS):
@@ -152,11 +162,38 @@ def parse_json(data: bytes, kind: type[OracleError], where: str) -> Any:
         raise kind(rule, "Save it as UTF-8 without one", where)
     with boundary(kind, "is not JSON", where=where):
         try:
-            value = json.loads(data.decode("utf-8"))
+            found: list[str] = []
+            value = json.loads(data.decode("utf-8"), object_pairs_hook=functools.partial(_object, found))
         except RecursionError:
             raise kind(_TOO_DEEP, where=where) from None
     _check_nesting_and_strings(value, kind, where)
+    if repeated is not None:
+        repeated += dict.fromkeys(found)
+    elif found:
+        raise kind(f"has the field {found[0]!r} more than once in an object", "Keep one of them", where)
     return value
+
+
+def _object(repeated: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, in which the last of several values counts; adds the names that have several."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        repeated += [name[:_NAME_CHARS] for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    return made
+
+
+_NAME_CHARS = 60
+"""Characters of a field's name that are kept for messages."""
+
+
+def check_fields_once(data: bytes, kind: type[OracleError], where: str) -> None:
+    """Refuses a JSON text in which an object has a field more than once, as `parse_json` does: for readers with another
+    parser, all of which take the last one and say nothing.
+
+    Raises:
+        OracleError: as by `parse_json`.
+    """
+    parse_json(data, kind, where)
 
 
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)

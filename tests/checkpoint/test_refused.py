@@ -34,6 +34,18 @@ from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.quantization import MAX_SIMILAR_NOTES
 
 
+def test_a_field_that_a_config_has_twice_is_noted(tmp_path: Path) -> None:
+    text = json.dumps(quantized(num_hidden_layers=2))
+    (tmp_path / "config.json").write_text(text[:-1] + ', "num_experts": 64, "hidden_size": 1024, "num_experts": 32}')
+    found = find_moe_layers(read_checkpoint(tmp_path))
+    said = [note for note in found.notes if "more than once" in note]
+    assert sorted(said) == [
+        f"config.json has the field '{name}' more than once in an object: the last counts, as in vLLM"
+        for name in ("hidden_size", "num_experts")
+    ]
+    assert found.problems[0].num_experts == json.loads((tmp_path / "config.json").read_text())["num_experts"] == 32
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

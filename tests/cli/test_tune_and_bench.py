@@ -276,6 +276,19 @@ def test_a_place_that_cannot_be_shown_is_not_imported(tmp_path: Path, line: str,
         bench_records.read_samples(tmp_path / "b.jsonl")
 
 
+@pytest.mark.parametrize(("number", "field"), [(1, "conditions"), (2, "us")])
+def test_records_with_a_field_twice_are_not_imported(tmp_path: Path, number: int, field: str) -> None:
+    from vllm_moe_oracle.errors import MeasurementError
+    from vllm_moe_oracle.measurements import bench_records
+
+    lines = CHOICES.read_text().splitlines()[:2]
+    text = lines[number - 1]
+    lines[number - 1] = f'{text[:-1]}, "{field}": {json.dumps(json.loads(text)[field])}}}'
+    (tmp_path / "b.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(MeasurementError, match=f"line {number}: has the field '{field}' more than once in an object"):
+        bench_records.read_samples(tmp_path / "b.jsonl")
+
+
 def test_a_profile_of_another_place_is_not_passed_over_in_silence() -> None:
     import msgspec
 

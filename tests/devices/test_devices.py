@@ -124,6 +124,7 @@ def test_a_file_needs_only_kind_and_name(tmp_path: Path) -> None:
         ('{"device": 5}', r"not a device: Expected `object`, got `int`"),
         ('{"kind": "cuda", "name": "x", "capability": "90"}', r"not a device: Expected `int`, got `str`.*capability"),
         ('{"kind": "cuda", "name": "x", "capabilty": 90}', "unknown field 'capabilty'.*Valid are kind, name"),
+        ('{"kind": "cpu", "name": "x", "kind": "cuda"}', "has the field 'kind' more than once in an object. Keep one"),
         ('{"kind": "gpu", "name": "x"}', r"kind is 'gpu'\. Valid are cuda, cpu, rocm, xpu"),
         ('{"kind": "cuda", "name": "x", "packages": {"torch": 2}}', r"not a device: Expected `str`, got `int`"),
         ('{"kind": "cuda", "name": "x", "capability": "90x"}', r"not a device: Expected `int`, got `str`.*capability"),

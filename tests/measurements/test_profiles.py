@@ -147,6 +147,11 @@ TIMES = ("entries", 0, "backends", "marlin_mxfp8", "times")
         (lambda data: _set(data, *TIMES, "uniform", "x", to=[1, 1, 1, 9]), "tokens 'x', which is not a number"),
         (lambda data: _set(data, *TIMES, "uniform", "-4", to=[1, 1, 1, 9]), "tokens '-4', which is not a number"),
         (lambda data: _set(data, *TIMES, "sideways", to={"1": [1, 1, 1, 9]}), "is not a profile"),
+        (lambda data: _set(data, *TIMES, "uniform", "1", to=[1, 1, 1, 10**30]), "has an invalid measurement"),
+        (lambda data: _set(data, "entries", 0, "kernel_shape", "hidden", to=10**30), "has an invalid layer"),
+        (lambda data: _set(data, "entries", 0, "kernel_shape", "experts", to=-3), "has an invalid layer"),
+        (lambda data: _set(data, "environment", "capability", to=-1), "has an invalid environment"),
+        (lambda data: _set(data, "environment", "sm_count", to=10**30), "has an invalid environment"),
         (lambda data: _set(data, "environment", "gpu", to=7), "is not a profile"),
         (lambda data: _set(data, "environment", "driver", to="9\x1b[2J"), "has an invalid environment"),
         (lambda data: _set(data, "environment", "packages", "torch", to="2.0\nERROR"), "has an invalid environment"),
@@ -208,6 +213,22 @@ def test_profiles_that_contradict_themselves_are_refused(written: Path, change: 
     change(data)
     written.write_text(json.dumps(data))
     with pytest.raises(MeasurementError, match=re.escape(words)):
+        profile.read(written)
+
+
+@pytest.mark.parametrize(
+    ("field", "again"),
+    [("entries", ', "entries": []}'), ("1", None), ("gpu", None)],
+    ids=["of the file", "of a backend's times", "of the environment"],
+)
+def test_a_field_that_an_object_has_twice_is_refused(written: Path, field: str, again: str | None) -> None:
+    text = written.read_text()
+    place = text.index(f'"{field}":')
+    value = re.match(r'"\w+":("[^"]*"|\[[^]]*\])', text[place:])
+    doubled = text.rstrip()[:-1] + again if again else f"{text[:place]}{value and value[0]},{text[place:]}"
+    assert json.loads(doubled)
+    written.write_text(doubled)
+    with pytest.raises(MeasurementError, match=f"has the field '{field}' more than once in an object. Keep one"):
         profile.read(written)
 
 

@@ -32,6 +32,7 @@ class CheckpointFiles:
         quantization: the quantization config, and the file and field that it came from; None when there is none.
         expert_biases: a folder's tensors have biases of experts, where the quantization leaves that to them.
         folder: the folder, where it was given and not the config alone: its tensors may be looked at.
+        notes: what a user should know about how the files were read, one sentence each.
     """
 
     path: Path
@@ -41,6 +42,7 @@ class CheckpointFiles:
     quantization: tuple[Mapping[str, Any], str] | None
     expert_biases: bool = False
     folder: Path | None = None
+    notes: tuple[str, ...] = ()
 
 
 def read_checkpoint(path: Path | str) -> CheckpointFiles:
@@ -77,15 +79,16 @@ def _read_checkpoint(path: Path) -> CheckpointFiles:
         file = path / mistral_params.FILE_NAME
     if not exists(file):
         raise _missing_config_error(path)
-    top = _read_json_object(file)
+    notes: list[str] = []
+    top = _read_json_object(file, notes)
     if file.name == mistral_params.FILE_NAME:
         top = mistral_params.as_model_config(top, str(file))
     model, nested = _text_config(top, file)
-    quantization = _quantization_config(top, model, file)
+    quantization = _quantization_config(top, model, file, notes)
     told = quantization is not None and has_expert_biases(quantization[0])
     folder = path if path.is_dir() else None
     biases = told and folder is not None and has_nonzero_expert_biases(folder)
-    return CheckpointFiles(file, top, model, nested, quantization, biases, folder)
+    return CheckpointFiles(file, top, model, nested, quantization, biases, folder, tuple(notes))
 
 
 _GGUF_REMEDY = "This plugin serves no GGUF: give the model's checkpoint in safetensors"
@@ -122,14 +125,23 @@ def _non_json_error(file: Path, data: bytes) -> CheckpointError | None:
     return None
 
 
-def _read_json_object(file: Path) -> Mapping[str, Any]:
-    """The JSON object in a file."""
+_MOST_REPEATED = 3
+"""Fields that are noted of a file, at most."""
+
+
+def _read_json_object(file: Path, notes: list[str]) -> Mapping[str, Any]:
+    """The JSON object in a file. A note is added where an object in it has a field more than once."""
     with boundary(CheckpointError, "cannot be read", where=str(file)):
         if file.is_file():  # a pipe or a device would block, or never end
             with file.open("rb") as opened:
                 if (other := _non_json_error(file, opened.read(4))) is not None:
                     raise other
-    data = parse_json(read_file(file, MAX_CONFIG_BYTES, CheckpointError), CheckpointError, str(file))
+    repeated: list[str] = []
+    data = parse_json(read_file(file, MAX_CONFIG_BYTES, CheckpointError), CheckpointError, str(file), repeated)
+    notes += [
+        f"{file.name} has the field {short_repr(name)} more than once in an object: the last counts, as in vLLM"
+        for name in repeated[:_MOST_REPEATED]
+    ]
     if not isinstance(data, dict):
         raise CheckpointError(f"holds {short_repr(data)}, not a JSON object", where=str(file))
     return data
@@ -149,7 +161,7 @@ def _text_config(top: Mapping[str, Any], file: Path) -> tuple[Mapping[str, Any],
 
 
 def _quantization_config(
-    top: Mapping[str, Any], model: Mapping[str, Any], file: Path
+    top: Mapping[str, Any], model: Mapping[str, Any], file: Path, notes: list[str]
 ) -> tuple[Mapping[str, Any], str] | None:
     """The quantization config, from the place where vLLM would take it: the first of ``quantization_config``, the file
     beside, the language model's ``quantization_config``, and ``compression_config``."""
@@ -166,11 +178,11 @@ def _quantization_config(
             raise CheckpointError(f"{field} is {short_repr(found)}, not an object", where=str(file))
         # Older ModelOpt releases write the algorithm into config.json and its layers into the other file only.
         if own and has_file and found is None:
-            return _read_json_object(beside), str(beside)
+            return _read_json_object(beside, notes), str(beside)
         if found is None:
             continue
         if own and has_file and _lacks_layers(found):
-            return {**_read_json_object(beside), "quant_method": found.get("quant_method")}, str(beside)
+            return {**_read_json_object(beside, notes), "quant_method": found.get("quant_method")}, str(beside)
         return found, f"{file}, {field}"
     return None
 

@@ -336,6 +336,7 @@ def _notes(
 ) -> Iterable[str]:
     """Notes on the config; `packed`: the files of layers that it leaves out hold quantized experts; `drafts`: names of
     layers for multi-token prediction."""
+    yield from config.notes
     left = "which are left to stock vLLM, unaffected by this plugin"
     if unquantized:
         yield f"{_count_layers(len(unquantized))} unquantized experts, {left}: {_name_layers(unquantized, drafts)}"

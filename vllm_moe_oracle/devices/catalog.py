@@ -14,7 +14,7 @@ import msgspec
 from ..core.problem import Device
 from ..errors import SettingError, did_you_mean
 from ..releases.supported import DEFAULT_PACKAGES
-from ..untrusted import boundary, read_file
+from ..untrusted import boundary, check_fields_once, read_file
 
 DEVICE_KINDS = ("cuda", "cpu", "rocm", "xpu")
 """Kinds of device that rules distinguish."""
@@ -133,6 +133,7 @@ def load_device(path: Path) -> Device:
     data = read_file(path, MAX_DEVICE_BYTES, SettingError)
     with boundary(SettingError, "not a device", 'It needs at least "kind" and "name"', where):
         fields = msgspec.json.decode(data)
+        check_fields_once(data, SettingError, where)
         inner = fields.get("device", fields) if isinstance(fields, dict) else fields
         device = msgspec.convert(inner, Device)
     valid = [field.name for field in dataclasses.fields(Device)]

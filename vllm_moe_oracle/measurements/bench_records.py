@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ..errors import MeasurementError, mentions_out_of_memory
-from ..untrusted import boundary
+from ..untrusted import boundary, check_fields_once
 from .environment import Environment
 from .kernel_shape import KernelShape, Sample
 from .profile import read_limited
@@ -162,6 +162,7 @@ def read_samples(
     with boundary(MeasurementError, "is not a file of bench records", _REMEDY, where):
         head, _, rest = data.partition(b"\n")
         conditions = msgspec.json.decode(head, type=_FirstLine).conditions
+        check_fields_once(head, MeasurementError, f"{where}, line 1")
         environment, lines = conditions.environment, rest.split(b"\n")
         unfinished = len(lines) - 1  # "" after a newline at the end
         found: dict[KernelShape, list[Sample]] = {}
@@ -175,6 +176,7 @@ def read_samples(
                     note(f"{path}: line {number + 2} is unfinished and left out")
                     break
                 raise MeasurementError(f"line {number + 2} is not a record: {error}", _REMEDY, where) from error
+            check_fields_once(line, MeasurementError, f"{where}, line {number + 2}")
             found.setdefault(record.kernel_shape, []).extend(record.samples(conditions.routing))
     if not environment.is_valid:
         raise MeasurementError("has an invalid environment", where=where)

@@ -30,7 +30,9 @@ COMPILER_PACKAGES = ("torch", "triton")
 
 MAX_STRINGS = 99
 MAX_STRING_CHARS = 200
-"""Limits of a valid environment: number of strings, and characters of each."""
+MAX_NUMBER = (1 << 16) - 1
+"""Limits of a valid environment: number of strings, characters of each, and a capability or number of
+multiprocessors."""
 
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -71,7 +73,10 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     @property
     def is_valid(self) -> bool:
-        """Whether the strings are short and printable. An environment read from a file may be anything."""
+        """Whether the strings are short and printable, and the numbers possible. An environment read from a file may be
+        anything."""
+        if not 0 <= self.capability <= MAX_NUMBER or not 0 <= self.sm_count <= MAX_NUMBER:
+            return False
         texts = [self.gpu, self.driver, self.kernels, *itertools.chain(*self.packages.items())]
         return len(texts) <= MAX_STRINGS and all(len(each) <= MAX_STRING_CHARS and each.isprintable() for each in texts)
 

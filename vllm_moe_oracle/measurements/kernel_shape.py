@@ -35,6 +35,9 @@ def is_displayable(*texts: str) -> bool:
     return all(len(each) <= MAX_NAME_CHARS and each.isprintable() for each in texts)
 
 
+MAX_COUNT = (1 << 31) - 1
+"""Largest valid size of a layer, and number of replays."""
+
 MAX_SAMPLES = 4096
 """Most samples of a kernel shape that are read of an environment: a hundred backends, twenty numbers of tokens, two
 routings."""
@@ -102,8 +105,11 @@ class KernelShape(
 
     @property
     def is_valid(self) -> bool:
-        """Whether the names are short and printable. A shape read from a file may be anything and is shown to users."""
-        return is_displayable(self.scheme, self.activation, self.dtype, self.act_order)
+        """Whether the names are short and printable, and the numbers possible. A shape read from a file may be anything
+        and is shown to users."""
+        counts = (self.bits, self.num_experts, self.local_experts, self.top_k, self.hidden_size, self.intermediate_size)
+        possible = all(0 < each <= MAX_COUNT for each in counts) and -1 <= self.group_size <= MAX_COUNT
+        return possible and is_displayable(self.scheme, self.activation, self.dtype, self.act_order)
 
     @property
     def key(self) -> str:
@@ -205,4 +211,4 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
             return False
         times = (self.low, self.us, self.high)
         possible = all(map(is_possible_time, times)) and self.low <= self.us <= self.high
-        return possible and 0 <= self.error <= MAX_ERROR and self.replays > 0
+        return possible and 0 <= self.error <= MAX_ERROR and 0 < self.replays <= MAX_COUNT

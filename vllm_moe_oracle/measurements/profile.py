@@ -18,7 +18,7 @@ import msgspec
 
 from ..devices.catalog import is_same_gpu
 from ..errors import MeasurementError
-from ..untrusted import boundary, check_values, read_file
+from ..untrusted import boundary, check_fields_once, check_values, read_file
 from ..whole_files import WRITE_REMEDY, write_whole
 from .environment import Environment, differences, is_same_release, is_same_triton
 from .kernel_shape import MAX_SAMPLES, KernelShape, Sample, is_displayable
@@ -201,6 +201,7 @@ def _decode(data: bytes, remedy: str, where: str) -> Profile:
                 f"has version {version!r} of the format, this release reads {VERSION}", remedy, where
             )
         profile = msgspec.json.decode(data, type=Profile)
+        check_fields_once(data, MeasurementError, where)
         if not profile.environment.is_valid:
             raise MeasurementError("has an invalid environment", remedy, where)
         _check_entries(profile.entries, remedy, where)

@@ -30,7 +30,7 @@ from ..measurements.environment import Environment
 from ..measurements.kernel_shape import KernelShape, Sample, is_displayable, is_possible_time, kernel_shape_of
 from ..oracle.selection import decide, equivalent_backends
 from ..settings import Settings
-from ..untrusted import boundary
+from ..untrusted import boundary, check_fields_once
 from .server_records import ServerDecisions, decisions_of
 
 OTHER_FAMILY = "Other layers"
@@ -273,7 +273,9 @@ def _json_object(line: bytes) -> dict[str, Any] | None:
 
 def _decode_line(line: bytes, kind: type[Any], path: Path, number: int) -> Any:
     with boundary(MeasurementError, f"line {number} is not a record", _FILE_REMEDY, str(path)):
-        return msgspec.json.decode(line, type=kind)
+        found = msgspec.json.decode(line, type=kind)
+        check_fields_once(line, MeasurementError, f"{path}, line {number}")
+        return found
 
 
 def _from_bench(lines: Sequence[bytes], path: Path, settings: Settings) -> ReportContent:
@@ -284,6 +286,7 @@ def _from_bench(lines: Sequence[bytes], path: Path, settings: Settings) -> Repor
     for number, line in enumerate(lines, 1):
         fields = _json_object(line)
         if fields is not None and isinstance(head := fields.get("conditions"), dict):
+            check_fields_once(line, MeasurementError, f"{path}, line {number}")
             conditions.append((str(path), tuple((_to_text(name), _to_text(value)) for name, value in head.items())))
             here = _environment(head)
             suffix = "" if head.get("routing", "uniform") == "uniform" else sanitize(f", {head['routing']} routing")
