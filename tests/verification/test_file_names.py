@@ -88,6 +88,20 @@ def test_experts_of_both_kinds_are_counted_together(ernie: Path, tmp_path: Path,
         assert "or set" not in found.messages  # the field has a number for each kind
 
 
+def test_verify_notes_what_files_of_a_draft_hold_otherwise(tmp_path: Path, run: cli.Run) -> None:
+    def add(tensors: dict[str, Any]) -> None:
+        tensors |= {
+            name.replace(".experts.0.", ".experts.4."): tensor.clone()
+            for name, tensor in tensors.items()
+            if ".layers.2.mlp.experts.0." in name
+        }
+
+    plain = write_checkpoint(tmp_path / "plain", arch="glm4_moe", size=Size(layers=2, experts=4, top_k=2))
+    found = run("verify", rewrite_tensors(plain, tmp_path / "model", add))
+    assert found.status == 0
+    assert "note: model.layers.2.mlp.experts: the files hold 5 experts, and the config says 4" in found.err
+
+
 def test_vllms_loader_takes_the_same_tensors(ernie: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every name goes through `load_weights` of vLLM's class, which says what expert and shard it fills."""
     from vllm.model_executor.models import ernie45_vl_moe

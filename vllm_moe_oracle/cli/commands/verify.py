@@ -118,6 +118,8 @@ def _check(answer: _Answer, config: CheckpointFiles, settings: Settings, resume:
             kept = verifying.ResumeFile(resume, made)
             stack.callback(kept.close)
         progress = stack.enter_context(layer_arguments.progress_bar(answer.as_json))
+        for note in made.layers.notes_on_files:
+            output.print_message("note", note)
         answer.total = len(made.plans)
         answer.unquantized = made.layers.unquantized
         answer.unsupported_formats = dict(made.layers.unsupported_formats)
