@@ -36,6 +36,32 @@ def test_a_page_without_the_marks_of_a_part_is_an_error() -> None:
         readme_sections.with_part("<!-- gain -->\n<!-- gain -->\n<!-- /gain -->", "gain", "")
 
 
+@pytest.mark.parametrize("name", generate.WRITTEN)
+def test_no_line_of_running_text_is_too_long(name: str) -> None:
+    lines = readme_sections.prose((generate.ROOT / name).read_text(encoding="utf-8"))
+    assert [number + 1 for number, line in lines if len(line) > readme_sections.WIDTH] == []
+
+
+def test_running_text_is_put_into_full_lines() -> None:
+    """Paragraphs and items of lists; not what is made from data, tables, headings and code."""
+    long, kept = "word " * 30, "| cell " * 30
+    page = f"# A\n\n{kept}\n\nA line\nthat breaks.\n\n* {long}`a b` 1. - {long}\n  more\n3. x\n\n```\n{long}\n{long}\n"
+    page += f"```\n<!-- part -->\n{long}\n{long}\n<!-- /part -->\n"
+    made = readme_sections.filled(page)
+    assert made == readme_sections.filled(made)
+    lines = made.splitlines()
+    item = lines.index("A line that breaks.") + 2
+    assert lines[:item] == ["# A", "", kept, "", "A line that breaks.", ""]
+    end = lines.index("3. x")
+    assert " ".join(lines[item:end]).split() == f"* {long}`a b` 1. - {long} more".split()
+    assert all(line.startswith("  ") and line.split()[0] not in ("1.", "-") for line in lines[item + 1 : end])
+    nexts = [line.split()[0] for line in lines[item + 1 : end]]
+    assert all(
+        len(line) <= 120 < len(line) + 1 + len(word) for line, word in zip(lines[item : end - 1], nexts, strict=True)
+    )
+    assert made.count(f"{long}\n{long}\n") == 2
+
+
 def test_page_one_is_short_and_begins_with_a_picture() -> None:
     lines = TEXT.splitlines()
     assert len(lines) <= 150

@@ -4,7 +4,8 @@ Without ``--write`` it says what is stale; `tests/test_readme.py` fails then. Af
 shipped times are predictions: it writes nothing before `tests.tools.restamp_profiles` has renewed the profiles, or
 kernels were measured again, unless ``--as-predictions`` is given. Generated are
 
-* the parts of README.md and of the package's pages between ``<!-- name -->`` and ``<!-- /name -->``,
+* the parts of README.md and of the package's pages between ``<!-- name -->`` and ``<!-- /name -->``; what people write
+  around them is put into full lines of at most 120 characters,
 * the releases in the README's Dockerfile and text,
 * the lists of vLLM releases in the CI's workflow, in front of ``# supported releases`` and ``# served releases``,
 * the ranges of vLLM in pyproject.toml, and the versions that examples/setup.sh installs
@@ -223,6 +224,13 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 }
 """The generated parts of each page."""
 
+WRITTEN = sorted(
+    str(path.relative_to(ROOT))
+    for path in (*ROOT.glob("*.md"), *(ROOT / "vllm_moe_oracle").rglob("*.md"), ROOT / "tests" / "README.md",
+                 ROOT / ".github" / "CONTRIBUTING.md")
+)  # fmt: skip
+"""Pages that people write, with or without generated parts."""
+
 
 def workflow(text: str) -> str:
     """The CI's workflow with the supported releases.
@@ -262,12 +270,12 @@ def kubernetes(text: str) -> str:
 
 
 def page(name: str) -> Callable[[str], str]:
-    """What renews the generated parts of a page."""
+    """What renews the generated parts of a page, and puts the rest into full lines."""
 
     def renewed(text: str) -> str:
-        for part, make in PAGES[name].items():
+        for part, make in PAGES.get(name, {}).items():
             text = readme_sections.with_part(text, part, make())
-        return with_releases(text) if name == "README.md" else text
+        return readme_sections.filled(with_releases(text) if name == "README.md" else text)
 
     return renewed
 
@@ -279,7 +287,7 @@ def with_releases(text: str) -> str:
 
 
 FILES: dict[Path, Callable[[str], str]] = {
-    **{ROOT / name: page(name) for name in PAGES},
+    **{ROOT / name: page(name) for name in WRITTEN},
     WORKFLOW: workflow,
     PROJECT: project,
     KUBERNETES: kubernetes,
