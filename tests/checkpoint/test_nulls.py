@@ -17,6 +17,7 @@ from tests.lib.configs import quantized
 from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
 from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.releases.min_versions import MODELOPT_EXCLUDE_MODULES
 
 Config = dict[str, Any]
 
@@ -193,9 +194,8 @@ def test_what_is_accepted_is_an_empty_list(name: str, more: Config, scheme: str,
 def test_modules_that_older_releases_do_not_read_are_a_note(tmp_path: Path) -> None:
     config = without(USUAL["modelopt"], ("ignore",), False) | {"exclude_modules": None}
     found = explain(config, tmp_path)
-    assert found.problems and any(
-        "exclude_modules is null, which vLLM refuses from 0.33.0 on" in each for each in found.notes
-    )
+    words = f"exclude_modules is null, which vLLM refuses from {MODELOPT_EXCLUDE_MODULES} on"
+    assert found.problems and any(words in each for each in found.notes)
 
 
 @pytest.mark.parametrize("groups", [{}, {"g": {"targets": [], "weights": MX8}}])
