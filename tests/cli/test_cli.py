@@ -399,8 +399,11 @@ def test_layers_that_are_left_out_are_counted(run: Run, write: Write) -> None:
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"quant_method": "humming"}, "humming"),
         ({"quant_method": "fancy8"}, "fancy8"),
-        ({"quant_method": "auto-round", "bits": 2}, "auto-round int of 2 bits"),
-        ({"quant_method": "auto-round", "bits": 4, "act_bits": 8}, "auto-round int of 4 bits with inputs of 8 bits"),
+        ({"quant_method": "auto-round", "bits": 2, "group_size": 128}, "auto-round int of 2 bits"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "group_size": 128, "act_bits": 8},
+            "auto-round int of 4 bits with inputs of 8 bits",
+        ),
         (None, None),
     ],
     ids=str,
