@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tests.lib.configs import GPTQ, quantized
@@ -22,6 +23,7 @@ from vllm_moe_oracle.checkpoint.tensor_headers import (
     tensor_files,
 )
 from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.verification.checkpoint_tensors import TensorFiles
 
 NAME = "model.layers.0.mlp.experts.7.down_proj.bias"
 ZEROS = torch.zeros(64)
@@ -122,6 +124,55 @@ def test_an_index_that_cannot_be_read_is_an_error(content: bytes, indexed: Path)
     (indexed / INDEX_NAME).mkdir()
     with pytest.raises(CheckpointError):
         tensor_files(indexed)
+
+
+@pytest.mark.parametrize("is_quantized", [True, False])
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        ({}, "names no file of tensors: its weight_map is empty"),
+        *(
+            ({MATRIX: "a.safetensors", "x": name}, f"names {name!r}, which is no safetensors file of its folder")
+            for name in ("../../../../etc/passwd", "/a.safetensors", "..", "", "b/a.safetensors", "a\0.safetensors")
+        ),
+    ],
+)
+def test_an_index_of_other_files_is_refused(
+    places: dict[str, str], words: str, is_quantized: bool, indexed: Path
+) -> None:
+    (indexed / INDEX_NAME).write_text(json.dumps({"weight_map": places}))
+    found = quantized(quantization_config=GPTQ if is_quantized else None, num_hidden_layers=2)
+    (indexed / "config.json").write_text(json.dumps(found))
+    with pytest.raises(CheckpointError) as caught:
+        find_moe_layers(read_checkpoint(indexed))
+    assert caught.value.rule == words and caught.value.where == str(indexed / INDEX_NAME) and caught.value.remedy
+    with pytest.raises(CheckpointError) as caught:
+        TensorFiles(indexed)
+    assert caught.value.rule == words
+
+
+@pytest.mark.parametrize(
+    ("places", "size", "words"),
+    [
+        ({"a": [0, 4], "b": [0, 4]}, 8, "'b' is at bytes 0 to 4, and the tensors before it end at 4"),
+        ({"a": [0, 4], "b": [5, 8]}, 8, "'b' is at bytes 5 to 8, and the tensors before it end at 4"),
+        ({"a": [0, 4], "b": [4, 2]}, 4, "'b' is at bytes 4 to 2, and the tensors before it end at 4"),
+        ({"a": [0, 4], "b": None}, 4, "'b' has no data_offsets"),
+        ({"a": [0, 4], "b": [4, 8]}, 7, "its tensors end at byte 8 of 7"),
+        ({"a": [0, 4]}, 8, "its tensors end at byte 4 of 8"),
+    ],
+)
+def test_tensors_that_share_or_leave_out_bytes(places: dict[str, Any], size: int, words: str, tmp_path: Path) -> None:
+    tensors = {
+        name: {"dtype": "U8", "shape": [4]} | ({} if place is None else {"data_offsets": place})
+        for name, place in places.items()
+    }
+    (tmp_path / "model.safetensors").write_bytes(header(**tensors) + bytes(size))
+    with pytest.raises(CheckpointError, match="is not a safetensors file: ") as caught:
+        expert_tensors(tmp_path, [MODULE])
+    assert words in caught.value.rule
+    with pytest.raises(SafetensorError), safe_open(tmp_path / "model.safetensors", framework="pt"):
+        pass
 
 
 def header(*, length: int | None = None, **tensors: Any) -> bytes:

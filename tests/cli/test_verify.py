@@ -255,7 +255,7 @@ def test_a_truncated_file_is_refused(run: cli.Run, model: Path, tmp_path: Path) 
     ("index", "words"),
     [
         ({"weight_map": {"x": "model-2.safetensors"}}, "the file is missing"),
-        ({"weight_map": {"x": "../model.safetensors"}}, "which is no file of its folder"),
+        ({"weight_map": {"x": "../model.safetensors"}}, "which is no safetensors file of its folder"),
         ({"weight_map": ["model.safetensors"]}, "has no weight_map"),
         ([], "has no weight_map"),
     ],

@@ -39,7 +39,14 @@ from .layer_names import (
 from .layer_problem import check_attention_heads, layer_problem, model_dtype, null_activation_note
 from .model_fields import MAX_RANKS, count_experts, kinds_of_experts, model_type
 from .ranks import Ranks
-from .tensor_headers import ExpertTensors, are_floating_point, are_quantized, expert_tensors, has_all_files
+from .tensor_headers import (
+    ExpertTensors,
+    are_floating_point,
+    are_quantized,
+    expert_tensors,
+    has_all_files,
+    indexed_names,
+)
 
 _ONE_RANK = Ranks()
 
@@ -178,9 +185,14 @@ def _refused_linear(config: CheckpointFiles, problems: Iterable[Problem], vllm: 
 
 def _experts_in_files(config: CheckpointFiles, layers: Iterable[LayerNames]) -> tuple[Mapping[str, ExpertTensors], str]:
     """What the files hold of each layer's experts, by the modules' names in files; nothing where there is no folder.
-    Where a file cannot be read, nothing but a note that says so."""
+    Where a file cannot be read, nothing but a note that says so.
+
+    Raises:
+        CheckpointError: as by `indexed_names`: what is no index is none for any loader.
+    """
     if config.folder is None:
         return {}, ""
+    indexed_names(config.folder)
     try:
         return expert_tensors(config.folder, {name for each in layers for name, _ in each.modules_in_files()}), ""
     except CheckpointError as error:

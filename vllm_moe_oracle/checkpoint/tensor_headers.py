@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -63,27 +63,21 @@ def tensor_files(folder: Path) -> list[Path]:
     beside the index of the checkpoint that it was made from.
 
     Raises:
-        CheckpointError: the index cannot be read, or has no ``weight_map``.
+        CheckpointError: as by `indexed_names`.
     """
-    found, index = sorted(folder.glob("*.safetensors")), folder / INDEX_NAME
-    with boundary(CheckpointError, "cannot be read", where=str(index)):
-        indexed = exists(index)
-    if not indexed:
-        return found
-    names = _indexed(index)
-    return [path for path in found if path.name in names] or found
+    found, names = sorted(folder.glob("*.safetensors")), indexed_names(folder)
+    return found if names is None else [path for path in found if path.name in names] or found
 
 
 def has_all_files(folder: Path) -> bool:
     """Whether all safetensors files of a checkpoint are there, as far as its index or their names tell.
 
     Raises:
-        CheckpointError: as by `tensor_files`.
+        CheckpointError: as by `indexed_names`.
     """
-    index = folder / INDEX_NAME
-    with boundary(CheckpointError, "cannot be read", where=str(index)):
-        if exists(index):
-            return all(exists(folder / name) for name in _indexed(index))
+    if (names := indexed_names(folder)) is not None:
+        with boundary(CheckpointError, "cannot be read", where=str(folder)):
+            return all(exists(folder / name) for name in names)
     numbers: dict[tuple[str, int], set[int]] = {}
     for path in folder.glob("*.safetensors"):
         if match := _PART.fullmatch(path.name):
@@ -94,13 +88,30 @@ def has_all_files(folder: Path) -> bool:
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})\.safetensors", re.ASCII)
 
 
-def _indexed(index: Path) -> set[str]:
-    """The names of files in an index."""
+def indexed_names(folder: Path) -> list[str] | None:
+    """The names of files in a checkpoint's index, in order; None where it has no index. vLLM fails at a name that is no
+    file of the folder, and where there is none.
+
+    Raises:
+        CheckpointError: the index cannot be read, has no ``weight_map``, or one that names no file or another one than
+            a safetensors file of the folder.
+    """
+    index = folder / INDEX_NAME
+    with boundary(CheckpointError, "cannot be read", where=str(index)):
+        if not exists(index):
+            return None
     data = read_file(index, _MAX_INDEX_BYTES, CheckpointError)
     check_values(data, CheckpointError, str(index))
     remedy = "Fetch the file again, or remove it where all files of the folder belong to the model"
     with boundary(CheckpointError, "has no weight_map from names to files", remedy, str(index)):
-        return {*_INDEX.decode(data).weight_map.values()}
+        names = sorted({*_INDEX.decode(data).weight_map.values()})
+    if not names:
+        raise CheckpointError("names no file of tensors: its weight_map is empty", remedy, str(index))
+    for name in names:
+        if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
+            rule = f"names {short_repr(name)}, which is no safetensors file of its folder"
+            raise CheckpointError(rule, remedy, str(index))
+    return names
 
 
 TensorKinds = Collection[tuple[str, str]]
@@ -140,10 +151,11 @@ hold the experts of one rank."""
 
 
 class _Tensor(msgspec.Struct, frozen=True):
-    """What is read of a tensor; the entry of metadata has neither."""
+    """What is read of a tensor; the entry of metadata has none of it."""
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] | None = None
 
 
 _TYPES = msgspec.json.Decoder(dict[str, _Tensor])
@@ -177,6 +189,8 @@ def expert_tensors(folder: Path, modules: Collection[str]) -> dict[str, ExpertTe
             data = _header_bytes(file)
             check_values(data, CheckpointError, str(path))
             tensors = _TYPES.decode(data)
+            tensors.pop("__metadata__", None)
+            _check_places(tensors, os.fstat(file.fileno()).st_size - 8 - len(data))
         for name, tensor in tensors.items():
             # Truncated first: rpartition copies, and a name in a file may have megabytes.
             if not name.endswith("bias") and (module := _module_of(name[: longest + 1], wanted)):
@@ -184,6 +198,23 @@ def expert_tensors(folder: Path, modules: Collection[str]) -> dict[str, ExpertTe
                 layer.kinds.add((name.rpartition(".")[2], tensor.dtype))
                 layer.add(name[len(module) + 1 : len(module) + _MOST_CHARS], tensor)
     return found
+
+
+def _check_places(tensors: Mapping[str, _Tensor], size: int) -> None:
+    """Refuses tensors that do not lie one after the other in all `size` bytes after the header, as the format asks and
+    vLLM's reader checks.
+
+    Raises:
+        ValueError: naming the first that does not.
+    """
+    end = 0
+    for first, last, name in sorted((*(each.data_offsets or (-1, -1)), name) for name, each in tensors.items()):
+        if first != end or last < first:
+            where = f"is at bytes {first} to {last}" if first >= 0 else "has no data_offsets"
+            raise ValueError(f"{short_repr(name)} {where}, and the tensors before it end at {end}")
+        end = last
+    if end != size:
+        raise ValueError(f"its tensors end at byte {end} of {size}")
 
 
 _MOST_CHARS = 32
@@ -245,7 +276,7 @@ def _header_bytes(file: BinaryIO) -> bytes:
 def _read_header(file: BinaryIO, where: str) -> tuple[dict[str, Any], int]:
     """What the file says of each tensor, by name, and the header's bytes."""
     data = _header_bytes(file)
-    tensors = parse_json(data, CheckpointError, where)
+    tensors = parse_json(data, CheckpointError, where, [])  # of a name that comes twice, vLLM's reader takes the last
     if not isinstance(tensors, dict):
         raise ValueError(f"its header is {short_repr(tensors)}, not an object")
     return tensors, len(data)

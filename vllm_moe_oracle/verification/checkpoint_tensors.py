@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import schemes
+from ..checkpoint.tensor_headers import indexed_names
 from ..core.problem import Parallel, Problem, Routing
 from ..errors import CheckpointError
 from ..layouts.byte_views import cat_bytes
@@ -27,10 +28,8 @@ from ..quantization.types import GATED_PROJECTIONS, UNGATED_PROJECTIONS, LayerNa
 from ..schemes import _wna16_checkpoint as wna16_files
 from ..schemes import _wna16_parameters as wna16_parameters
 from ..schemes._checks import dtype_name, packed_bytes
-from ..untrusted import boundary, exists, parse_json, read_file
+from ..untrusted import boundary
 
-_INDEX = "model.safetensors.index.json"
-_MAX_INDEX_BYTES = 64 << 20
 _MAX_FILES = 4096
 
 _DTYPES = {
@@ -139,17 +138,8 @@ def _file_identity(path: Path) -> tuple[str, int, int, int]:
 
 def _files_of(folder: Path) -> list[Path]:
     """The files that hold a checkpoint's tensors: those of its index where it has one, as vLLM reads them."""
-    index = folder / _INDEX
-    if exists(index):
-        listed = parse_json(read_file(index, _MAX_INDEX_BYTES, CheckpointError), CheckpointError, str(index))
-        places = listed.get("weight_map") if isinstance(listed, dict) else None
-        if not isinstance(places, dict) or not all(isinstance(each, str) for each in places.values()):
-            raise CheckpointError("has no weight_map from names to files", where=str(index))
-        names = sorted(set(places.values()))
-        strange = next((name for name in names if Path(name).name != name or "\0" in name), None)
-        if strange is not None:
-            raise CheckpointError(f"names {short_repr(strange)}, which is no file of its folder", where=str(index))
-    else:
+    names = indexed_names(folder)
+    if names is None:
         # Not `Path.glob`, for which a folder that may not be listed is an empty one.
         names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     if not names:
