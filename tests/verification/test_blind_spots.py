@@ -283,7 +283,7 @@ def test_the_host_waits_for_no_call() -> None:
     expected = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
     reference = bounds.Reference(expected, torch.ones(16, 64), torch.ones(16), torch.tensor(1.0))
     given = {"tokens": expected, "routing weights": torch.ones(16, 2), "expert ids": torch.zeros(16, 2)}
-    calls = self_check.Calls(lambda x, weights, ids, poisoned: x, reference, given)
+    calls = self_check.Calls(lambda x, weights, ids, **memory: x, reference, given)
     with Watch():
         for tokens in (1, 7, 65, 600):
             calls.make(inputs.rows_of_call(tokens, 16, 5), poisoned=tokens != 7)

@@ -94,6 +94,20 @@ def neighbors(tensors: Any, layer: Problem, out: Tensor, x: Tensor, w: Tensor, i
     forward(tensors, layer, out, x, w, ids, places)
 
 
+def writes_beside(which: int, rows: int) -> Callable[..., None]:
+    """The right output, and zeros in a row of the tokens' (1) or the output's (0) memory, so many rows from their first
+    one; where the memory is another's, nothing is written."""
+
+    def compute(tensors: Any, layer: Problem, *more: Any) -> None:
+        forward(tensors, layer, *more)
+        near, width = more[which], layer.hidden_size
+        place = near.storage_offset() + (rows if rows < 0 else rows + len(near)) * width
+        if 0 <= place <= near.untyped_storage().nbytes() // near.element_size() - width:
+            torch.as_strided(near, (width,), (1,), place).zero_()
+
+    return compute
+
+
 class Stale:
     """Remembers the experts of the first call of each size."""
 
@@ -155,6 +169,10 @@ FAULTS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "ids changed": (lambda: changes(2), ALL),
     "places for 56 rows": (lambda: few_places, ALL),
     "storage from its start": (lambda: only_at_starts, ALL),
+    "row before the tokens": (lambda: writes_beside(1, -1), ALL),
+    "row after the tokens": (lambda: writes_beside(1, 0), ALL),
+    "row before the output": (lambda: writes_beside(0, -1), ALL),
+    "row after the output": (lambda: writes_beside(0, 0), ALL),
     "stale experts": (Stale, ALL),
     "own workspace": (Kept, ALL),
     "last block of columns, last token": (lambda: changed(lambda out, *_: out[-1, -32:].mul_(1.5)), ALL),
@@ -200,7 +218,12 @@ def test_a_fault_is_caught(name: str, layer: str) -> None:
     print(result)
     assert not result.passed and result.fault
     words = {"routing weights changed": "has changed its routing weights", "ids changed": "has changed its expert ids"}
-    assert words.get(name, "") in result.fault
+    beside = {
+        f"row {where} the {what}": f"has written before or after its {what}"
+        for where in ("before", "after")
+        for what in ("tokens", "output")
+    }
+    assert (words | beside).get(name, "") in result.fault
 
 
 @pytest.mark.parametrize("layer", ALL)

@@ -234,10 +234,10 @@ class InstalledLayer:
     def _calls(self) -> Calls:
         on_input = self.problem.routing.apply_router_weight_on_input
 
-        def run(x: Tensor, weights: Tensor, ids: Tensor, poisoned: bool) -> Tensor:
+        def run(x: Tensor, weights: Tensor, ids: Tensor, **memory: Any) -> Tensor:
             kernel = self._experts, self._layer, self._tensors
             output = self._adapter.run_single_rank(
-                *kernel, x, weights, ids, self._expert_map, poisoned=poisoned, weights_on_input=on_input
+                *kernel, x, weights, ids, self._expert_map, **memory, weights_on_input=on_input
             )
             return output[:, self._rows]
 

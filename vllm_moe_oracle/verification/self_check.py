@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..backends import Backend, Tensors
 from ..backends.emulation import Emulation
 from ..compat import weight_storage
+from ..compat.adapter import GUARD_BYTE
 from ..compat.experts_builder import VllmBuilder
 from ..core.decision import ShardPlan
 from ..core.problem import Parallel, Problem
@@ -145,13 +146,13 @@ def compare_with_reference(
         given = {"tokens": x, "router logits": logits.to(x.device).repeat(groups, 1)}
         whole = {} if bias is None else {"correction bias": bias.to(x.device)}
 
-    def run(x: Tensor, weights: Tensor, ids: Tensor, poisoned: bool) -> Tensor:
+    def run(x: Tensor, weights: Tensor, ids: Tensor, **memory: Any) -> Tensor:
         on_input = small.routing.apply_router_weight_on_input
         return adapter.run_single_rank(
-            built, layer, tensors, x, weights, ids, expert_map, poisoned=poisoned, weights_on_input=on_input
+            built, layer, tensors, x, weights, ids, expert_map, **memory, weights_on_input=on_input
         )
 
-    def run_monolithic(x: Tensor, logits: Tensor, poisoned: bool) -> Tensor:
+    def run_monolithic(x: Tensor, logits: Tensor, **memory: Any) -> Tensor:  # its output is its own
         bias = whole.get("correction bias")
         return adapter.run_single_rank_monolithic(built, tensors, x, small, logits, bias, scale)
 
@@ -179,8 +180,9 @@ class Calls:
     ) -> None:
         """
         Args:
-            run: runs the kernel on some rows of the values of `given`, in their order, and with ``poisoned=True`` on
-                memory that holds NaN (`Adapter.run_single_rank`); returns `[M, hidden]`.
+            run: runs the kernel on some rows of the values of `given`, in their order, with ``poisoned=True`` on memory
+                that holds NaN, and with a list as ``guards`` between guards (`Adapter.run_single_rank`); returns
+                `[M, hidden]`.
             reference: the reference output for all rows.
             given: what the kernel gets, `[tokens, ...]` each, by its name in messages: the tokens come first.
             whole: what `run` gives it in every call as it is, by its name in messages; None for nothing.
@@ -192,6 +194,8 @@ class Calls:
         self._outputs: list[Tensor] = []
         self._after: dict[str, list[Tensor]] = {name: [] for name in (*given, *self._whole)}
         self._settings: list[list[str]] = []
+        self._beside: list[Tensor] = []  # whether memory beside the tokens and beside the output was changed
+        self._untouched = torch.zeros(2, dtype=torch.bool, device=reference.expected.device)
         self._memory: dict[tuple[str, int], Tensor] = {}
 
     @torch.inference_mode()
@@ -200,21 +204,33 @@ class Calls:
         wait for the device. The call is made in torch's inference mode, as a server makes all of its own.
 
         Tensors of a call on memory that holds NaN begin where their storage begins. The tokens of other calls are part
-        of a larger tensor, as vLLM's are where it splits a batch. Calls of as many tokens find theirs in the same
+        of a larger tensor, as vLLM's are where it splits a batch: the kernel may read the rows before and after them,
+        and not change them. Their output lies between guards, too. Calls of as many tokens find theirs in the same
         memory, as in a CUDA graph: a kernel may keep what it has computed by the address.
         """
         x, *others = self._given
-        tokens = self._given[x][rows] if poisoned else self._in_place(x, torch.cat((rows[:1], rows)))[1:]
-        given = [tokens, *(self._in_place(each, rows) for each in others)]
+        guards: list[Tensor] | None = None if poisoned else []
+        # The last row is of a token that is not zero.
+        around = rows if poisoned else torch.cat((rows[-1:], rows, rows[-1:]))
+        held = self._given[x][rows] if poisoned else self._in_place(x, around)
+        given = [held if poisoned else held[1:-1], *(self._in_place(each, rows) for each in others)]
         # Copies: the next call may get the same memory.
         self._rows.append(rows)
         with watched_kernel(self._backend), process_state.kept() as changed:
-            self._outputs.append(self._run(*given, poisoned=poisoned).clone())
+            self._outputs.append(self._run(*given, poisoned=poisoned, guards=guards).clone())
         # The first calls may import and compile.
         self._settings.append([] if poisoned else changed)
+        self._beside.append(self._untouched if guards is None else self._changed_beside(held, around, guards))
         whole = [each for each, _ in self._whole.values()]
         for each, after in zip((*given, *whole), self._after.values(), strict=True):
             after.append(each.clone())
+
+    def _changed_beside(self, held: Tensor, around: Tensor, guards: list[Tensor]) -> Tensor:
+        """Whether a call has changed the rows before and after its tokens, and its output's guards; bool `[2]`."""
+        kept = self._given[next(iter(self._given))][around[:1]]
+        tokens = (_bits(held[:1]) != _bits(kept)).any() | (_bits(held[-1:]) != _bits(kept)).any()
+        changed = [(each != GUARD_BYTE).any() for each in guards]
+        return torch.stack((tokens, torch.stack(changed).any() if changed else self._untouched[1]))
 
     def make_all(self, planned: Sequence[tuple[Tensor, bool]]) -> None:
         """Calls in turn: the rows of each on the CPU, and whether its memory holds NaN."""
@@ -239,7 +255,8 @@ class Calls:
         excesses = bounds.excesses(self._outputs, self._reference, self._rows).unsqueeze(-1)
         allowed = self._reference.tolerance.expand(excesses.shape)
         # The host waits for the device here, once for all calls.
-        figures = torch.cat((excesses, allowed, self._changes()), -1).cpu()
+        beside = torch.stack(self._beside).to(torch.float32)
+        figures = torch.cat((excesses, allowed, beside, self._changes()), -1).cpu()
         worst, tolerance = float(figures[:, 0].amax()), float(figures[0, 1])
         faults = (self._fault(index, each[0], *each[2:]) for index, each in enumerate(figures.tolist()))
         fault = next(filter(None, faults), "")
@@ -251,7 +268,8 @@ class Calls:
         for some in bounds.call_batches(self._rows):
             rows = torch.cat(self._rows[some])
             changed = [
-                (torch.cat(self._after[name][some]) != before[rows]).any(-1) for name, before in self._given.items()
+                (_bits(torch.cat(self._after[name][some])) != _bits(before[rows])).any(-1)
+                for name, before in self._given.items()
             ]
             found.append(bounds.largest_of_calls(torch.stack(changed, -1).to(torch.float32), self._rows[some]))
         whole = [
@@ -260,9 +278,9 @@ class Calls:
         ]
         return torch.cat((torch.cat(found), *whole), -1)
 
-    def _fault(self, index: int, excess: float, *changed: float) -> str:
-        """What is wrong with a call, in words; "" when nothing is. `excess` and `changed` are a row of the figures in
-        `result`."""
+    def _fault(self, index: int, excess: float, tokens: float, output: float, *changed: float) -> str:
+        """What is wrong with a call, in words; "" when nothing is. The figures are a row of those in `result`: `tokens`
+        and `output` say whether memory beside these was changed."""
         rows, words = self._rows[index], []
         # NaN is wrong, too.
         if not excess <= 1:
@@ -270,9 +288,16 @@ class Calls:
         names = [name for name, each in zip(self._after, changed, strict=True) if each]
         if names:
             words.append(f"the kernel has changed its {' and '.join(names)}")
+        if beside := [name for name, each in (("tokens", tokens), ("output", output)) if each]:
+            words.append(f"the kernel has written before or after its {' and '.join(beside)}")
         if self._settings[index]:
             words.append(f"the kernel has changed the process's {' and '.join(self._settings[index])}")
         return f"call {index + 1}, {len(rows)} tokens: {' and '.join(words)}" if words else ""
+
+
+def _bits(values: Tensor) -> Tensor:
+    """A tensor's bits as integers, in which NaN equals itself."""
+    return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 
 def _plan_calls(
