@@ -14,6 +14,7 @@ from tests.lib import readme_sections
 from tests.lib.golden_decisions import GENERATE, GoldenTable
 from tests.lib.golden_tables import TABLES
 from tests.tools import generate, restamp_profiles
+from vllm_moe_oracle.backends import _contract, _stock
 from vllm_moe_oracle.releases.supported import NEWEST, RELEASES
 
 README = generate.ROOT / "README.md"
@@ -91,6 +92,40 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         found = (page.parent / path).resolve() if path else page
         assert found.exists(), target
         assert not anchor or anchor in _anchors(found), target
+
+
+@pytest.mark.parametrize("name", generate.WRITTEN)
+def test_every_path_that_a_page_names_exists(name: str) -> None:
+    """Paths in backticks are relative to the page, the repository, the package or the tests; VERSION is any."""
+    page = generate.ROOT / name
+    folders = (page.parent, generate.ROOT, generate.ROOT / "vllm_moe_oracle", generate.ROOT / "tests")
+    spans = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+    words = [re.match(r"[\w.*-]+(?:/[\w.*-]+)+", word.lstrip("(")) for span in spans for word in span.split()]
+    others = {".venv/bin/pytest", "vllm/vllm-openai"}  # made by tests/run.sh; an image
+    named = {word[0] for word in words if word} - others
+    assert [path for path in sorted(named) if not any(
+        any(folder.glob(path.replace("VERSION", "*"))) for folder in folders
+    )] == []  # fmt: skip
+
+
+def test_what_decides_is_where_the_map_says() -> None:
+    """`file` (`name`): the file has a function or a class of that name."""
+    text = (generate.ROOT / "vllm_moe_oracle" / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+\.py)` \(`(\w+)`", text)
+    assert len(named) > 9
+    for path, name in named:
+        code = (generate.ROOT / "vllm_moe_oracle" / path).read_text(encoding="utf-8")
+        assert re.search(rf"^ *(?:def|class) {name}\b", code, re.MULTILINE), (path, name)
+
+
+@pytest.mark.parametrize("of", [_contract.Backend, _stock.StockBackend, _contract.Builder], ids=lambda of: of.__name__)
+def test_all_of_the_contract_is_on_its_page(of: type) -> None:
+    """Attributes and methods have rows in tables, what a builder offers is named as `builder.name`."""
+    text = (generate.ROOT / "vllm_moe_oracle" / "backends" / "README.md").read_text(encoding="utf-8")
+    own = vars(of) | vars(of).get("__annotations__", {})
+    public = {name for name in own if not name.startswith("_")}
+    pattern = r"`builder\.(\w+)" if of is _contract.Builder else r"^\| `(\w+)"
+    assert public and public <= set(re.findall(pattern, text, re.MULTILINE))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(generate.ROOT)))

@@ -638,7 +638,7 @@ def test_the_gain_over_stock_is_shown_where_it_is_known(
     text, found = gain("--device", "nvidia-h800")
     assert found["kind"] == "predicted" and 0 < found["error"] < 0.3
     assert re.match(r"predicted: 1\.\d\d ±0\.\d\d times as fast as humming_mxfp8, stock vLLM's kernel,", text)
-    # Before, vLLM took Marlin where it takes Humming now.
+    # An older vLLM takes Marlin where the newest takes Humming.
     before = min_versions.release_before(min_versions.HUMMING_FIRST)
     text, older = gain("--device", "nvidia-h200", "--vllm", before)
     assert older["speedup"] > found["speedup"] and 0 < older["error"] < 0.3

@@ -266,5 +266,5 @@ def test_a_reload_gives_what_a_fresh_load_gives_at_the_same_addresses(
         assert step["states"] == ["converted"] * LAYERS
     assert again["digests"] == fresh["digests"] != loaded["digests"] == back["digests"]
     assert again["addresses"] == loaded["addresses"] == back["addresses"]
-    # By this project, or by vLLM, which knows no parameter of that name any more.
+    # By this project, or by vLLM, which knows no parameter of that name.
     assert "LifecycleError" in refused["error"] or "has no parameter" in refused["error"]

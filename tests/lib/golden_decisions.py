@@ -231,7 +231,7 @@ class GoldenTable:
         return self.layer(row["model"], row[self.shard_column])
 
     def compute(self) -> Iterator[Row]:
-        """All rows by today's code, without stock's part."""
+        """All rows by the code, without stock's part."""
         for capability in GPUS:
             for model in self.models:
                 for shard in self.shards:
@@ -322,7 +322,7 @@ def _place(row: Row) -> Row:
 
 
 def full_text(tables: Iterable[GoldenTable]) -> str:
-    """The text of `FULL_TEXT_FILE` by today's code."""
+    """The text of `FULL_TEXT_FILE` by the code."""
     by_name = {table.name: table for table in tables}
     rows = [
         {"table": name, "sm": sm, "model": model, "shard": shard, **full_text_of(by_name[name].layer(model, shard), sm)}

@@ -232,7 +232,7 @@ def mixture(
 
 
 def gpt_oss(layers: int = LAYERS, *, experts: int = 8, kv_heads: int = KV_HEADS) -> Model:
-    """The model in gpt-oss's layout, `GptOssForCausalLM`: biases, weights of a router's bias, no longer exact.
+    """The model in gpt-oss's layout, `GptOssForCausalLM`: biases, weights of a router's bias, not exact.
 
     gpt-oss computes ``min(g, 7) sigmoid(1.702 g) (clamp(u, -7, 7) + 1)``. With gate rows divided by 1.702, biases of -1
     for up and a down projection times 1.702, that is ``silu(gate) * up`` between the limits: gates up to 11.9, ups from

@@ -54,7 +54,7 @@ def test_a_shipped_profile_decides(path: Path) -> None:
         evidence = lookup.find_measurements(layer, card, chosen)
         decision = decide(layer, card, chosen, measurements=evidence)
         assert evidence is not None and "the shipped profile" in evidence.source and decision.comparison is not None
-        # Where a rule now chooses another tile, a time of ours was dropped, and is filled in.
+        # Where a rule chooses another tile than was timed, a time of ours is left out, and filled in.
         counts = {name: {each.tokens for each in found.samples(shape) if each.backend == name} for name in QUANTIZING}
         most = {each.tokens for each in found.samples(shape) if not each.failure}
         whole = decision.backend not in QUANTIZING or most == counts[decision.backend]

@@ -6,7 +6,8 @@ tests/README.md.
     python -m tests.tools.coverage_table default=default.json full=full.json both=both.json
 
 The third is of both runs' data files, by `coverage combine`. Without reports it prints the table. What runs in
-processes that a test starts, vLLM's engines among them, is not counted; neither are the tests that need a GPU.
+processes that a test starts, vLLM's engines among them, is not counted; neither are the tests that need a GPU. "one
+tier" in the file is a run of all tests at an earlier commit, for comparison.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+from tests.lib.readme_sections import paragraph
 
 FILE = Path(__file__).resolve().parents[1] / "golden" / "coverage.json"
 COUNTS = ("covered_lines", "num_statements", "covered_branches", "num_branches")
@@ -42,8 +45,10 @@ def counts_of(report: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def table() -> str:
-    """The percentages in the file, a line per subpackage, the lowest line coverage first."""
-    tiers = json.loads(FILE.read_text())["tiers"]
+    """The percentages in the file, a line per subpackage, the lowest line coverage first; then the conditions of both
+    runs, and what the earlier one covered."""
+    data = json.loads(FILE.read_text())
+    tiers, conditions = data["tiers"], data["conditions"]
     names = [name for name, counts in tiers["both"].items() if counts[1]]
     names.sort(key=lambda name: (name != "", _percent(*tiers["both"][name][:2])))
     lines = ["| lines, branches in % | default | full | both | lines |", "|---|---|---|---|---|"]
@@ -53,7 +58,17 @@ def table() -> str:
             for tier in ("default", "full", "both")
         ]
         lines.append(f"| {f'`{name}`' if name else 'all'} | {' | '.join(cells)} | {tiers['both'][name][1]:,} |")
-    return "\n".join(lines)
+    words = (
+        f"Two runs with Python {conditions['python']}, vLLM {conditions['vllm']}, {conditions['machine']}.",
+        f"Both tiers of commit {conditions['default and full']}: {_covered(*tiers['both'][''])}.",
+        f"For comparison, commit {conditions['one tier']}: {_covered(*tiers['one tier'][''])}.",
+    )
+    return "\n".join([*lines, "", paragraph(*words)])
+
+
+def _covered(lines: int, all_lines: int, branches: int, all_branches: int) -> str:
+    shares = f"{_percent(lines, all_lines):.0f} % of {all_lines:,} lines"
+    return f"{shares} and {_percent(branches, all_branches):.0f} % of {all_branches:,} branches"
 
 
 def _percent(covered: int, total: int) -> float:

@@ -108,7 +108,7 @@ def read_rows(gpus: Sequence[str] = GPUS) -> list[Row]:
             for name, times in entry.backends.items():
                 gone = known.get(path.name, {}).get(f"{entry.kernel_shape}: {name}", {})
                 for tokens, (us, *_) in times.times.get("uniform", {}).items():
-                    us /= gone.get(tokens, 1.0)  # what the tile that is chosen now takes
+                    us /= gone.get(tokens, 1.0)  # what the tile that is chosen takes
                     add(Row(entry.kernel_shape, name, int(tokens), us, times.router, each.environment.gpu))
     for path in UNLISTED if GPUS[0] in gpus else ():
         there, _, found = read_samples(path)

@@ -4,7 +4,7 @@
 
 The times of our kernels in a profile belong to the configuration that the kernels chose when they were measured,
 unless the profile names another. The tables and rules of that choice are not part of the profile's kernel
-fingerprint, so that a new entry for one layer does not invalidate others. Instead tests/golden/h200/kernel-choices.json
+fingerprint, so that times of other layers hold when one gets an entry. Instead tests/golden/h200/kernel-choices.json
 holds a digest of each choice on which a profile's times rest. If a choice changes, its layer must be measured again.
 ``--accept`` keeps the times of changed choices whose successors were as fast or faster, in one run with them
 (`tests.gpu.compare_tiles`; to within 3 %, and for other cards than that run's this is assumed).
@@ -134,7 +134,7 @@ Replaced = dict[str, dict[str, dict[str, float]]]
 
 
 def known_replaced() -> Replaced:
-    """Shipped times of tiles that the kernels no longer choose."""
+    """Shipped times of tiles that the kernels do not choose."""
     return json.loads(REPLACED.read_text()) if REPLACED.exists() else {}
 
 

@@ -112,7 +112,7 @@ def peers(found: Sequence[dict[str, Any]]) -> str:
     """
     timed = {name: version for each in found for name, version in each["timed"].items()}
     rows = [(name, f"timed: {version}") for name, version in timed.items()]
-    # Of the peers that there are now: a file keeps those of its time.
+    # Of the peers that the package has: a file may name others.
     untimed = {each.name for each in peer_classes()} - set(timed)
     skipped = {name: reason for each in found for name, reason in each["skipped"].items() if name in untimed}
     rows += [(name, f"skipped: {reason}") for name, reason in skipped.items()]

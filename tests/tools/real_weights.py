@@ -9,7 +9,7 @@ price.
 
 The model is `tests.lib.smollm2` in three layouts: MXFP8 with activations in MXFP8, MXFP8 with activations in 16 bits,
 and gpt-oss's, which has biases and parameters of the activation. Layers have 8 experts, of which 4 are chosen, so that
-experts may be idle; that is no longer the dense model where it is gpt-oss's layout. Faults are those of
+experts may be idle; that is not the dense model where it is gpt-oss's layout. Faults are those of
 `faulty_backends.FAULTS`; a fault is tried at load first, and by `verify` where that misses it. A fault that a layout
 cannot have (a bias where there is none) is left out. Seeds change the random numbers of the check's inputs, biases and
 slots; weights go through the model's layers.

@@ -1,4 +1,4 @@
-"""Coverage by subpackage, from a report of coverage.py; and what tests/README.md says of the single tier."""
+"""Coverage by subpackage, from a report of coverage.py; and what tests/README.md says of two runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ def test_files_are_summed_by_subpackage() -> None:
     assert found == {"": [111, 111, 110, 111], "core": [11, 11, 10, 11], coverage_table.SINGLE: [100] * 4}
 
 
-def test_what_is_said_of_the_single_tier() -> None:
-    data = json.loads(coverage_table.FILE.read_text())["tiers"]
-    lines, statements, branches, all_branches = data["one tier"][""]
+def test_two_runs_are_named_with_their_conditions() -> None:
+    read = json.loads(coverage_table.FILE.read_text())
+    data, conditions = read["tiers"], read["conditions"]
     said = " ".join(Path(__file__).parents[1].joinpath("README.md").read_text().split())
-    assert f"{lines / statements:.0%} of lines and {branches / all_branches:.0%} of branches of {statements:,}" in (
-        said.replace(" %", "%")
-    )
+    assert all(conditions[name] in said for name in ("default and full", "one tier", "python", "vllm", "machine"))
+    for tier in ("one tier", "both"):
+        lines, statements, branches, all_branches = data[tier][""]
+        shares = (
+            f"{lines / statements:.0%} of {statements:,} lines and {branches / all_branches:.0%} of {all_branches:,}"
+        )
+        assert shares in said.replace(" %", "%")
     for at in (0, 2):  # nothing was lost
         assert (
             data["default"][""][at] / data["default"][""][at + 1]

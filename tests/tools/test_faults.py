@@ -1,4 +1,4 @@
-"""The injected faults are those of today's code, and tests/README.md says what catches each."""
+"""The injected faults are those of the code, and tests/README.md says what catches each."""
 
 from __future__ import annotations
 

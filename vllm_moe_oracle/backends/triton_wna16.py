@@ -36,7 +36,7 @@ class TritonWna16(StockBackend):
     stock_kernel = "TRITON"
     departures = (
         UNPROVEN_LORA,
-        Departure(("sm_70",), "vLLM has no kernels of its own for it any more"),
+        Departure(("sm_70",), "vLLM has no kernels of its own for it"),
         Departure(("unlisted",), "vLLM runs the same kernel by a function", before=min_versions.TRITON_WNA16_LISTED),
     )
     static_priority = 40.0

@@ -1,6 +1,6 @@
 """The environment of a measurement, and whether the measurement is valid in another environment.
 
-Another GPU invalidates measurements. Another release of the package that holds a backend's kernels, or other sources
+Measurements of another GPU are ignored. Another release of the package that holds a backend's kernels, or other sources
 of this project's, makes its times predictions with an error (`kernel_changes`): what ran was other code. All other
 differences are only reported: torch, the driver, another commit of the same release. A property that is unknown on
 either side is not compared.
@@ -96,7 +96,7 @@ class Differences:
     """Differences between two environments, in words. Both are empty if everything known is equal.
 
     Attributes:
-        hard: differences that invalidate measurements: the GPU's.
+        hard: differences for which measurements are ignored: the GPU's.
         soft: differences of software.
         gpu: the other GPU, where that is the hard difference; else "".
     """

@@ -310,7 +310,7 @@ def _activations(name: str, problem: Problem) -> str:
 def _measurement_set(source: str, samples: Iterable[Sample], problem: Problem) -> MeasurementSet:
     """The times of the backends of this process.
 
-    Left out are backends that quantize activations differently now than when they were measured, failures for lack of
+    Left out are backends that quantize activations differently here than where they were measured, failures for lack of
     memory, and times without top-k if other backends' times include it.
     """
     known = [each for each in samples if _says_something(each, problem)]

@@ -185,7 +185,7 @@ class CompressedTensorsConfig(stock_config.CompressedTensorsConfig):
         """The method of a layer; see the stock class.
 
         Raises:
-            ValueError: a linear layer has act order, which vLLM's kernels no longer know.
+            ValueError: a linear layer has act order, which vLLM's kernels do not know.
         """
         if isinstance(layer, LinearBase) and stock_refuses_act_order():
             weights = (self.get_scheme_dict(layer, prefix) or {}).get("weights")

@@ -1,6 +1,6 @@
 """Values of vLLM's ``--all2all-backend``: how data-parallel ranks with expert parallelism exchange tokens.
 
-No supported release reads the environment variable ``VLLM_ALL2ALL_BACKEND`` any more.
+No supported release reads the environment variable ``VLLM_ALL2ALL_BACKEND``.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ _HUGE = 2.0**17
 """Root mean square of first products beyond float16, whose largest number is 65504.
 
 Only of activations without a limit: one that clamps turns into a step, and a rounding error that moves a product across
-it is no longer small. No number leaves float16 there.
+it is not small. No number leaves float16 there.
 """
 
 _MOST_FLOAT16 = 2.0**15
