@@ -202,14 +202,14 @@ def row_order(cache: Any, matrix: torch.Tensor, tile: int, num_elts_per_sf: int 
 def stock_conversions(release: str, generation: str) -> dict[str, Any]:
     """Stock's functions, with stand-ins for FlashInfer's."""
 
-    def woven_codes(weight: torch.Tensor, kind: str = "fp4") -> torch.Tensor:
+    def interleaved_codes(weight: torch.Tensor, kind: str = "fp4") -> torch.Tensor:
         assert kind == "fp4" and weight.is_contiguous()
         # The tests of the layout prove this one against the CUDA kernel.
         return torch.stack([cutlass_mixed.interleave_codes(each, generation) for each in weight])  # type: ignore[arg-type]
 
-    def woven_scales(scales: torch.Tensor, group_size: int = 32) -> torch.Tensor:
+    def interleaved_scales(scales: torch.Tensor, group_size: int = 32) -> torch.Tensor:
         experts, rows, columns = scales.shape
-        if generation == "woven":
+        if generation == "interleaved":
             return scales.reshape(experts, rows, columns // 4, 4).permute(0, 2, 1, 3).reshape(experts, columns // 4, -1)
         split = scales.reshape(experts, rows // 64, 4, 16, columns // 4, 4)
         return split.permute(0, 1, 4, 3, 2, 5).reshape(experts, rows // 64, columns // 4, 16, 16)
@@ -222,8 +222,8 @@ def stock_conversions(release: str, generation: str) -> dict[str, Any]:
         release, f"{FUSED_MOE}/oracle/mxfp4.py", current_platform=Platform(100),
         get_triton_kernels_version=lambda: None, nvfp4_block_scale_interleave=tiled_scales,
         block_scale_interleave=tiled_scales, get_w2_permute_indices_with_cache=row_order, swap_w13_to_w31=swapped,
-        interleave_moe_weights_for_sm90_mixed_gemm=woven_codes,
-        interleave_moe_scales_for_sm90_mixed_gemm=woven_scales,
+        interleave_moe_weights_for_sm90_mixed_gemm=interleaved_codes,
+        interleave_moe_scales_for_sm90_mixed_gemm=interleaved_scales,
     )  # fmt: skip
 
 
@@ -234,9 +234,9 @@ WITH_FLASHINFER = [name for name in wrappers("mxfp4") if CLASSES[name].kernel.st
 @every_release
 @pytest.mark.parametrize("name", WITH_FLASHINFER)
 def test_conversion_of_gpt_oss_is_stocks(release: str, name: str) -> None:
-    generations = {"woven": "0.6.17", "scattered": "0.6.18"}
+    generations = {"interleaved": "0.6.17", "folded": "0.6.18"}
     for (generation, flashinfer), (hidden, inner) in itertools.product(generations.items(), SIZES):
-        if generation == "woven" and name != "cutlass_mxfp4":
+        if generation == "interleaved" and name != "cutlass_mxfp4":
             continue  # one layout for every FlashInfer
         names = stock_conversions(release, generation)
         device = gpu(home(name), vllm=release, **{"flashinfer-python": flashinfer})
@@ -254,7 +254,7 @@ def test_conversion_of_gpt_oss_is_stocks(release: str, name: str) -> None:
 def test_conversion_of_other_models_is_stocks(release: str, name: str) -> None:
     if name.startswith("cutlass") and number(release) < (0, 28):
         pytest.skip("stock converts for CUTLASS only for gpt-oss here")
-    names, device = stock_conversions(release, "scattered"), gpu(home(name), vllm=release)
+    names, device = stock_conversions(release, "folded"), gpu(home(name), vllm=release)
     for (hidden, inner), biases in itertools.product(SIZES, (False, True)):
         each = usual(
             name, hidden_size=hidden, intermediate_size=inner, has_bias=biases, activation=SILU,

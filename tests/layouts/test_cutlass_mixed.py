@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_moe_oracle.layouts import cutlass_mixed
 
-GENERATIONS: tuple[Any, ...] = ("woven", "scattered")
+GENERATIONS: tuple[Any, ...] = ("interleaved", "folded")
 # Masks and shifts (positive: to the left) of `interleave_fp4_weights_for_sm90_mixed_gemm_kernel` since 0.6.18.
 MASKS = (
     (0x00000080, 24), (0x00000070, 18), (0x00000008, 12), (0x00000007, 6),
@@ -69,7 +69,7 @@ def since(matrix: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_codes_are_where_the_kernel_puts_them(rows: int, columns: int, generation: Any) -> None:
     matrix = codes(rows, columns)
-    expected = {"woven": before, "scattered": since}[generation](matrix.numpy())
+    expected = {"interleaved": before, "folded": since}[generation](matrix.numpy())
     assert np.array_equal(cutlass_mixed.interleave_codes(matrix, generation).numpy(), expected)
 
 
@@ -90,12 +90,12 @@ def test_every_bit_has_one_place() -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(64, 4), (128, 8), (192, 4)])
 def test_scales_are_where_flashinfer_puts_them(rows: int, columns: int) -> None:
     matrix = codes(rows, columns)
-    woven = cutlass_mixed.interleave_scales(matrix, "woven")
-    folded = cutlass_mixed.interleave_scales(matrix, "scattered")
-    assert woven.shape == (columns // 4, 4 * rows) and folded.shape == (rows // 64, columns // 4, 16, 16)
+    interleaved = cutlass_mixed.interleave_scales(matrix, "interleaved")
+    folded = cutlass_mixed.interleave_scales(matrix, "folded")
+    assert interleaved.shape == (columns // 4, 4 * rows) and folded.shape == (rows // 64, columns // 4, 16, 16)
     for row in range(rows):
         for column in range(columns):
-            assert woven[column // 4, 4 * row + column % 4] == matrix[row, column]
+            assert interleaved[column // 4, 4 * row + column % 4] == matrix[row, column]
             place = (row // 64, column // 4, row % 16, row % 64 // 16 * 4 + column % 4)
             assert folded[place] == matrix[row, column]
 
@@ -111,11 +111,11 @@ def test_scales_come_back(rows: int, columns: int, seed: int, generation: Any) -
 def test_the_generations_differ() -> None:
     matrix, scales = codes(64, 64), codes(64, 8)
     assert not torch.equal(
-        cutlass_mixed.interleave_codes(matrix, "woven"), cutlass_mixed.interleave_codes(matrix, "scattered")
+        cutlass_mixed.interleave_codes(matrix, "interleaved"), cutlass_mixed.interleave_codes(matrix, "folded")
     )
     assert not torch.equal(
-        cutlass_mixed.interleave_scales(scales, "woven").flatten(),
-        cutlass_mixed.interleave_scales(scales, "scattered").flatten(),
+        cutlass_mixed.interleave_scales(scales, "interleaved").flatten(),
+        cutlass_mixed.interleave_scales(scales, "folded").flatten(),
     )
 
 
@@ -128,10 +128,10 @@ def test_codes_that_do_not_fit_are_refused(rows: int, columns: int, generation: 
 
 def test_scales_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="not a multiple of 4"):
-        cutlass_mixed.interleave_scales(codes(64, 6), "woven")
+        cutlass_mixed.interleave_scales(codes(64, 6), "interleaved")
     with pytest.raises(ValueError, match="not a multiple of 64"):
-        cutlass_mixed.interleave_scales(codes(32, 8), "scattered")
-    assert cutlass_mixed.interleave_scales(codes(32, 8), "woven").shape == (2, 128)
+        cutlass_mixed.interleave_scales(codes(32, 8), "folded")
+    assert cutlass_mixed.interleave_scales(codes(32, 8), "interleaved").shape == (2, 128)
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)

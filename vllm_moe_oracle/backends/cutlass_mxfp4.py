@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from ..layouts.cutlass_mixed import LayoutVersion
 
-_SCATTERED_LAYOUT_SINCE = "0.6.18"
-"""First FlashInfer whose kernel reads the bits of eight codes scattered, and folded scales."""
+_FOLDED_LAYOUT_SINCE = "0.6.18"
+"""First FlashInfer whose kernel reads the bits of eight codes permuted, and folded scales."""
 
 
 class CutlassMxfp4Bf16(CutlassMxfp4Backend):
@@ -32,12 +32,12 @@ class CutlassMxfp4Bf16(CutlassMxfp4Backend):
 
     def plan(self, problem: Problem, device: Device) -> ShardPlan:
         """Both sizes, zero-padded to multiples of 128, and the layout that the installed FlashInfer reads."""
-        installed = device.packages.get("flashinfer-python", _SCATTERED_LAYOUT_SINCE)
-        scattered = package_at_least(installed, _SCATTERED_LAYOUT_SINCE)
-        return dataclasses.replace(super().plan(problem, device), layout="scattered" if scattered else "woven")
+        installed = device.packages.get("flashinfer-python", _FOLDED_LAYOUT_SINCE)
+        folded = package_at_least(installed, _FOLDED_LAYOUT_SINCE)
+        return dataclasses.replace(super().plan(problem, device), layout="folded" if folded else "interleaved")
 
     def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
-        """Pads, puts up before gate, weaves codes and scales.
+        """Pads, puts up before gate, interleaves codes and scales.
 
         Returns:
             ``w13`` uint8 `[2 I, H/2]`, ``w2`` `[H, I/2]`, their scales uint8 `[2 I/64, H/128, 16, 16]` and
@@ -47,7 +47,7 @@ class CutlassMxfp4Bf16(CutlassMxfp4Backend):
         from ..layouts.cutlass_mixed import interleave_codes, interleave_scales
 
         converted = pad_and_swap_halves(expert, problem, plan)
-        order: LayoutVersion = "woven" if plan.layout == "woven" else "scattered"
+        order: LayoutVersion = "interleaved" if plan.layout == "interleaved" else "folded"
         for name in ("w13", "w2"):
             converted[name] = interleave_codes(converted[name], order)
             converted[f"{name}_scale"] = interleave_scales(converted[f"{name}_scale"], order)

@@ -1,12 +1,13 @@
 """Orders 4-bit floats and their scales for CUTLASS's mixed-input GEMM on Hopper, as FlashInfer packages it, and back.
 
 A warp of that GEMM converts 4-bit codes in registers right before a 16-bit `wgmma`. The codes of two rows that are 8
-apart are interleaved, so that one load gives a lane all of its codes (``woven``). From FlashInfer 0.6.18 the bits of
-eight codes are also permuted, so that one mask and one shift decode two of them to bfloat16 (``scattered``).
+apart are interleaved, so that one load gives a lane all of its codes (``interleaved``). From FlashInfer 0.6.18 the bits
+of eight codes are also permuted, so that one mask and one shift decode two of them to bfloat16, and scales are folded
+(``folded``).
 
 Sources: FlashInfer, ``interleave_fp4_weights_for_sm90_mixed_gemm`` (``moe_gemm_mixed_utils.cu``) and
 ``interleave_moe_scales_for_sm90_mixed_gemm`` (``fused_moe/core.py``, later ``fused_moe/prepare.py``), in 0.6.11 to
-0.6.17 (``woven``) and in 0.6.18 to 0.7.2 (``scattered``).
+0.6.17 (``interleaved``) and in 0.6.18 to 0.7.2 (``folded``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from .nibbles import transpose_nibbles
 
-LayoutVersion = Literal["woven", "scattered"]
+LayoutVersion = Literal["interleaved", "folded"]
 
 TILE_ROWS = 16
 TILE_BYTES = 32
@@ -61,23 +62,23 @@ def interleave_codes(codes: Tensor, version: LayoutVersion) -> Tensor:
         )
     half, g, q, m, s, t = _SPLIT_SIZES
     split = codes.reshape(rows // TILE_ROWS, half, g, columns // TILE_BYTES, q, m, s, t).permute(_WORD_PERMUTATION)
-    if version == "woven":
+    if version == "interleaved":
         first, second = split.unbind(-1)  # rows r and r + 8
-        woven = torch.stack(transpose_nibbles(first, second), dim=-1)
-        return woven.reshape(rows, columns)
+        interleaved = torch.stack(transpose_nibbles(first, second), dim=-1)
+        return interleaved.reshape(rows, columns)
     words = split.reshape(rows, columns).contiguous().view(torch.int32)
     return _move_bits(words, _BIT_MOVES).view(torch.uint8)
 
 
-def deinterleave_codes(woven: Tensor, version: LayoutVersion) -> Tensor:
+def deinterleave_codes(interleaved: Tensor, version: LayoutVersion) -> Tensor:
     """Inverse of `interleave_codes`: uint8 `[N, K/2]`."""
-    rows, columns = woven.shape
-    if version == "woven":
-        low, high = woven.reshape(rows, columns // 2, 2).unbind(-1)
+    rows, columns = interleaved.shape
+    if version == "interleaved":
+        low, high = interleaved.reshape(rows, columns // 2, 2).unbind(-1)
         pairs = torch.stack(transpose_nibbles(low, high), dim=-1)
     else:
         back = tuple((target, count, first) for first, count, target in _BIT_MOVES)
-        pairs = _move_bits(woven.contiguous().view(torch.int32), back).view(torch.uint8)
+        pairs = _move_bits(interleaved.contiguous().view(torch.int32), back).view(torch.uint8)
     sizes = (rows // TILE_ROWS, *_SPLIT_SIZES[:2], columns // TILE_BYTES, *_SPLIT_SIZES[2:])
     split = pairs.reshape([sizes[each] for each in _WORD_PERMUTATION])
     return split.permute([_WORD_PERMUTATION.index(each) for each in range(8)]).reshape(rows, columns)
@@ -87,11 +88,11 @@ def interleave_scales(scales: Tensor, version: LayoutVersion) -> Tensor:
     """Orders a matrix's e8m0 scales, one per 32 columns, by blocks of 128 columns.
 
     Args:
-        scales: uint8 `[N, K/32]`; K a multiple of 128, and N of 64 for ``scattered``.
+        scales: uint8 `[N, K/32]`; K a multiple of 128, and N of 64 for ``folded``.
         version: the FlashInfer order to produce.
 
     Returns:
-        uint8 `[K/128, 4 N]` (``woven``), or `[N/64, K/128, 16, 16]` (``scattered``): the 16 scales of
+        uint8 `[K/128, 4 N]` (``interleaved``), or `[N/64, K/128, 16, 16]` (``folded``): the 16 scales of
         four rows that are 16 apart are contiguous.
 
     Raises:
@@ -100,7 +101,7 @@ def interleave_scales(scales: Tensor, version: LayoutVersion) -> Tensor:
     rows, columns = scales.shape
     if columns % SCALES_PER_BLOCK:
         raise ValueError(f"{columns} scales per row are not a multiple of {SCALES_PER_BLOCK} (128 columns)")
-    if version == "woven":
+    if version == "interleaved":
         return (
             scales.reshape(rows, columns // SCALES_PER_BLOCK, SCALES_PER_BLOCK)
             .transpose(0, 1)
@@ -114,14 +115,14 @@ def interleave_scales(scales: Tensor, version: LayoutVersion) -> Tensor:
     )
 
 
-def deinterleave_scales(woven: Tensor, version: LayoutVersion) -> Tensor:
+def deinterleave_scales(interleaved: Tensor, version: LayoutVersion) -> Tensor:
     """Inverse of `interleave_scales`: uint8 `[N, K/32]`."""
-    if version == "woven":
-        blocks, width = woven.shape
-        split = woven.reshape(blocks, width // SCALES_PER_BLOCK, SCALES_PER_BLOCK)
+    if version == "interleaved":
+        blocks, width = interleaved.shape
+        split = interleaved.reshape(blocks, width // SCALES_PER_BLOCK, SCALES_PER_BLOCK)
         return split.transpose(0, 1).reshape(width // SCALES_PER_BLOCK, blocks * SCALES_PER_BLOCK)
-    tiles, blocks = woven.shape[:2]
-    split = woven.reshape(tiles, blocks, TILE_ROWS, 4, SCALES_PER_BLOCK).permute(0, 3, 2, 1, 4)
+    tiles, blocks = interleaved.shape[:2]
+    split = interleaved.reshape(tiles, blocks, TILE_ROWS, 4, SCALES_PER_BLOCK).permute(0, 3, 2, 1, 4)
     return split.reshape(tiles * SCALE_ROWS, blocks * SCALES_PER_BLOCK)
 
 
