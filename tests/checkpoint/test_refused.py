@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,23 @@ def test_a_field_that_a_config_has_twice_is_noted(tmp_path: Path) -> None:
         ({"decoder_sparse_step": "often"}, "decoder_sparse_step is 'often'"),
         ({"hidden_act": 3}, "the activation is 3, not a name"),
         ({"swiglu_limit": "high"}, "swiglu_limit is 'high', not a number"),
+        *(
+            ({name: value}, f"{name} is {value!r}, neither true nor false. Write true or false, without quotes")
+            for name in ("norm_topk_prob", "route_norm", "use_routing_bias", "use_grouped_topk")
+            for value in ("false", 0)
+        ),
+        ({"norm_topk_prob": True, "moe_renormalize": "yes"}, "moe_renormalize is 'yes', neither true nor false"),
+        ({"scoring_func": 3}, "scoring_func is 3, not a word"),
+        ({"topk_method": ["noaux_tc"]}, r"topk_method is \['noaux_tc'\], not a word"),
+        *(
+            ({name: value}, f"{name} is {value!r}, not a number. Write a finite number")
+            for name in ("routed_scaling_factor", "router_scaling_factor", "moe_router_scaling_factor", "route_scale")
+            for value in (float("inf"), float("nan"), "2")
+        ),
+        *(
+            ({"architectures": value}, f"architectures is {re.escape(repr(value))}, not a list of names: a server does")
+            for value in ([1], {"a": 1}, "Qwen3MoeForCausalLM", ["Qwen3MoeForCausalLM", 3])
+        ),
         ({"torch_dtype": "int3"}, "unknown dtype 'int3'"),
         ({"text_config": [1]}, r"text_config is \[1\], not an object"),
         ({"block_configs": [{}]}, "block_configs .* does not read"),

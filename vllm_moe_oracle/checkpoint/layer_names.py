@@ -18,6 +18,7 @@ from .model_fields import (
     NUM_EXPERTS_FIELDS,
     NUM_LAYERS_FIELDS,
     UNGATED_MODELS,
+    architectures,
     kinds_of_experts,
     model_type,
     num_layers,
@@ -112,9 +113,8 @@ def unread_experts(config: CheckpointFiles) -> str:
         return ""
     if field := _field_of_experts(config.full_config):
         return f"{field} describes its experts, which this release does not read"
-    architectures = config.full_config.get("architectures")
-    kinds = [model_type(config), *(architectures if isinstance(architectures, list) else ())]
-    kind = next((each for each in kinds if isinstance(each, str) and "moe" in each.lower()), "")
+    kinds = [model_type(config), *architectures(config)]
+    kind = next((each for each in kinds if "moe" in each.lower()), "")
     names = ", ".join(NUM_EXPERTS_FIELDS)
     return f"{short_repr(kind)} is a name of models with experts, and none of {names} is set" if kind else ""
 

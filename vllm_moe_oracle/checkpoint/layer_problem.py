@@ -10,7 +10,7 @@ from ..core import activations
 from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Activation, Problem, Routing, Scheme
 from ..core.sharding import pads_experts, shard_by_blocks, shard_by_scale_groups
 from ..errors import CheckpointError
-from ..quantization.fields import short_repr
+from ..quantization.fields import read_boolean, read_string, short_repr
 from ..quantization.gpt_oss import reject_compressed_tensors
 from ..releases.expert_names import min_expert_width
 from .files import CheckpointFiles
@@ -65,6 +65,7 @@ _CUSTOM_ROUTING = {"llama4": "llama4", "llama4_text": "llama4", "gemma4_text": "
 
 _RENORMALIZE_FIELDS = ("norm_topk_prob", "route_norm", "moe_renormalize", "norm_expert_weight")
 _CORRECTION_BIAS_FIELDS = ("use_routing_bias", "moe_router_enable_expert_bias", "use_expert_bias")
+_SCALING_FIELDS = ("routed_scaling_factor", "router_scaling_factor", "moe_router_scaling_factor", "route_scale")
 _DTYPES = frozenset({"bfloat16", "float16", "float32"})
 
 
@@ -285,23 +286,25 @@ def _activation(config: CheckpointFiles, index: int) -> Activation:
 def _routing(config: CheckpointFiles, index: int) -> Routing:
     model, where, kind = config.model_config, str(config.path), model_type(config)
     fields = ("scoring_func", "score_func", "score_function", "moe_router_activation", "moe_router_activation_func")
-    word = next((model[name] for name in fields if isinstance(model.get(name), str)), "")
+    word = next((model[name] for name in fields if read_string(model, name, where)), "")
     word = word or ("sqrtsoftplus" if kind in _SQRTSOFTPLUS_MODELS else "softmax")
     if not re.fullmatch("[A-Za-z0-9_-]{1,64}", word):
         raise CheckpointError(f"the scoring function {short_repr(word)!a} is not a name", where=where)
     scoring = "sigmoid" if kind in _SIGMOID_MODELS else word.lower()
-    renormalized = next(
-        (model[name] for name in _RENORMALIZE_FIELDS if model.get(name) is not None),
-        kind not in _RENORMALIZING_IF_SET,
-    )
+    renormalized = kind not in _RENORMALIZING_IF_SET
+    for name in reversed(_RENORMALIZE_FIELDS):  # the first that is set counts, and all are read
+        renormalized = read_boolean(model, name, where, renormalized)
+    for name in _SCALING_FIELDS:  # a factor that is not finite makes every output so
+        read_float(model, (name,), where, index)
     never = kind in _NON_RENORMALIZING_MODELS or kind.startswith("llama4")
-    renormalize = (kind in _RENORMALIZING_MODELS or renormalized is not False) and not never
+    renormalize = (kind in _RENORMALIZING_MODELS or renormalized) and not never
     corrected = (
         kind in _CORRECTION_BIAS_MODELS
-        or model.get("topk_method") == "noaux_tc"
-        or any(model.get(name) is True for name in _CORRECTION_BIAS_FIELDS)
+        or (read_string(model, "topk_method", where) != "" and model["topk_method"] == "noaux_tc")
+        or any([read_boolean(model, name, where, False) for name in _CORRECTION_BIAS_FIELDS])
     )
-    grouped = "n_group" if model.get("use_grouped_topk") is not True else "num_expert_group"  # as Kimi's are called
+    is_grouped = read_boolean(model, "use_grouped_topk", where, False)
+    grouped = "num_expert_group" if is_grouped else "n_group"  # as Kimi's are called
     groups = 1 if kind in _SINGLE_GROUP_MODELS else read_count(model, grouped, where)
     chosen = 1 if kind in _SINGLE_GROUP_MODELS else read_count(model, "topk_group", where)
     hash_routing = index < (read_count(model, "num_hash_layers", where) or 0)

@@ -29,6 +29,21 @@ def model_type(config: CheckpointFiles) -> str:
     return str(config.model_config.get("model_type") or config.full_config.get("model_type") or "")
 
 
+def architectures(config: CheckpointFiles) -> list[str]:
+    """The model's classes, as its config names them; none where it does not.
+
+    Raises:
+        CheckpointError: they are not a list of names, which vLLM refuses.
+    """
+    found = config.full_config.get("architectures")
+    if found is None:
+        return []
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        rule = f"architectures is {short_repr(found)}, not a list of names: a server does not start"
+        raise CheckpointError(rule, 'Write the model\'s class, such as ["Qwen3MoeForCausalLM"]', str(config.path))
+    return found
+
+
 def _first_set(model: Mapping[str, Any], names: tuple[str, ...], index: int | None) -> tuple[str, Any]:
     """The first field that is set; of one that lists a value for each layer, the layer's."""
     name = next((name for name in names if model.get(name) is not None), "")
@@ -67,7 +82,7 @@ def read_float(model: Mapping[str, Any], names: tuple[str, ...], where: str, ind
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
-        raise CheckpointError(f"{name} is {short_repr(value)}, not a number", where=where)
+        raise CheckpointError(f"{name} is {short_repr(value)}, not a number", "Write a finite number", where)
     return float(value)
 
 

@@ -37,7 +37,7 @@ from .layer_names import (
     unread_experts,
 )
 from .layer_problem import check_attention_heads, layer_problem, model_dtype, null_activation_note
-from .model_fields import MAX_RANKS, count_experts, kinds_of_experts, model_type
+from .model_fields import MAX_RANKS, architectures, count_experts, kinds_of_experts, model_type
 from .ranks import Ranks
 from .tensor_headers import (
     ExpertTensors,
@@ -165,8 +165,7 @@ def _find_moe_layers(
 
 def _check_readable(config: CheckpointFiles, online: str, vllm: str | None) -> None:
     """Refuses a model that the release has no more, and experts in fields that are not read."""
-    architectures = config.full_config.get("architectures")
-    if removed := last_release_with(architectures if isinstance(architectures, list) else (), vllm):
+    if removed := last_release_with(architectures(config), vllm):
         rule = "vLLM has {} until {}: a server does not start".format(*removed)
         raise CheckpointError(rule, f"Serve it with vLLM {removed[1]} or older", str(config.path))
     if words := unread_experts(config):
@@ -317,12 +316,8 @@ def _expert_formats(config: CheckpointFiles, online: str) -> tuple[FormatLookup,
     quantization, source = config.quantization
     if model_type(config) in _FP4_EXPERT_MODELS:
         quantization = {"expert_dtype": config.model_config.get("expert_dtype") or "fp4", **quantization}
-    names = config.full_config.get("architectures")
-    if (
-        isinstance(names, list)
-        and _KIMI_K3_ARCHITECTURE in names
-        and quantization.get("format") == "mxfp4-pack-quantized"
-    ):
+    is_kimi_k3 = _KIMI_K3_ARCHITECTURE in architectures(config)
+    if is_kimi_k3 and quantization.get("format") == "mxfp4-pack-quantized":
         # vLLM reads what compressed-tensors stored as a checkpoint that is tagged so.
         quantization = {**quantization, "quant_method": "mxfp4"}
     format_of, method = parse_config(quantization, source), vllm_method_name(quantization)

@@ -56,7 +56,8 @@ def read_boolean(config: Mapping[str, Any], name: str, where: str, default: bool
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise CheckpointError(f"{name} is {short_repr(value)}, neither true nor false", where=where)
+        rule = f"{name} is {short_repr(value)}, neither true nor false"
+        raise CheckpointError(rule, "Write true or false, without quotes", where)
     return value
 
 
