@@ -14,6 +14,7 @@ import pytest
 
 from tests.lib import cli, golden_files
 from tests.lib.cli import Run
+from vllm_moe_oracle.cli import writable
 from vllm_moe_oracle.measurements import profile
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +84,77 @@ def test_what_cannot_be_written_is_refused_before_the_work(command: tuple[str, .
     assert os.listdir(tmp_path) == ["pipe"]
 
 
+def _link(how: str, file: Path, path: Path) -> Path:
+    """Another path of a file, or its own."""
+    if how == "itself":
+        return file
+    if how == "hard link":
+        path.hardlink_to(file)
+    elif how == "link":
+        path.symlink_to(file)
+    else:
+        return Path(os.path.relpath(file))
+    return path
+
+
+LINKS = pytest.mark.parametrize("how", ["itself", "hard link", "link", "relative path"])
+
+
+@LINKS
+@pytest.mark.parametrize("command", ["report", "tune", "tune --profile", "bench"])
+def test_what_a_command_reads_is_not_replaced(command: str, how: str, run: Run, tmp_path: Path) -> None:
+    file = tmp_path / ("config.json" if command == "bench" else "input")
+    source = cli.CONFIGS / "qwen3-30b-a3b.json" if command == "bench" else Path(CHOICES)
+    if command == "tune --profile":
+        source = profile.SHIPPED_FOLDER / "nvidia_h200.json"
+    file.write_bytes(source.read_bytes())
+    path = _link(how, file, tmp_path / "other")
+    arguments = {
+        "report": ("report", file, "-o", path),
+        "tune": ("tune", "--import", CHOICES, "--import", file, "--export", path),
+        "tune --profile": ("tune", "mxfp8:qwen3-30b-a3b", "--profile", file, "--export", path),
+        "bench": ("bench", file, "--quantization", "mxfp8", "--jsonl", path),
+    }[command]
+    result = run(*arguments)
+    assert result.status == 2 and result.out == "" and file.read_bytes() == source.read_bytes()
+    option = {"report": "--output", "bench": "--jsonl"}.get(command, "--export")
+    assert f"error: {option}: {path} is named twice: what this command reads there, or writes" in result.messages
+    assert "Name another file" in result.messages
+
+
+def test_two_outputs_of_a_command_are_two_files(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "x.svg"
+    result = run("bench", "mxfp8:qwen3-30b-a3b", "--plot", path, "--jsonl", path)
+    assert result.status == 2 and "x.svg is named twice" in result.messages and not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "noun"),
+    [
+        (PAGE, "page.html", "a page of report"),
+        (("bench", "mxfp8:qwen3-30b-a3b", "--jsonl"), "file", "records of bench --jsonl"),
+        (("bench", "mxfp8:qwen3-30b-a3b", "--plot"), "plot.svg", "a picture"),
+        (("report", CHOICES, "-o", "page.html", "--svg"), "speed-up.svg", "a picture"),
+    ],
+    ids=["report", "bench", "plot", "plots"],
+)
+def test_a_file_of_another_kind_is_not_replaced(
+    arguments: tuple[str, ...], name: str, noun: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / name
+    file.write_text('{"precious": true}\n')
+    is_folder = arguments[-1] == "--svg"
+    result = run(*arguments, tmp_path if is_folder else file)
+    assert result.status == 2 and file.read_text() == '{"precious": true}\n' and os.listdir(tmp_path) == [name]
+    assert f"{file} would be replaced, and is not {noun}. Name another file, or remove this one" in result.messages
+    file.write_text("")
+    if arguments[0] == "report":  # an empty file holds nothing, and a second call replaces what the first wrote
+        for _ in range(2):
+            assert run(*arguments, tmp_path if is_folder else file).status == 0
+        assert file.stat().st_size > 1000
+
+
 def test_disks_and_sockets_are_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
@@ -121,3 +193,20 @@ def test_bench_refuses_bad_paths_of_records_before_it_measures(run: Run, tmp_pat
     for name, words in (("pipe", "no process reads this pipe"), ("", "it is a directory"), ("a/b", "no directory")):
         result = run("bench", "mxfp8:qwen3-30b-a3b", "--jsonl", tmp_path / name)
         assert result.status == 2 and result.err.startswith("error: --jsonl: ") and words in result.messages
+
+
+@pytest.mark.parametrize("suffix", ["svg", "svgz", "png", "pdf", "eps", "ps", "jpg", "webp", "tif", "gif", "avif"])
+def test_a_picture_may_be_replaced_by_another(suffix: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib").use("agg")
+    from matplotlib import pyplot
+
+    if suffix not in pyplot.figure().canvas.get_supported_filetypes():
+        pytest.skip(f"this Matplotlib does not write {suffix}")
+    path = tmp_path / f"plot.{suffix}"
+    pyplot.figure().savefig(path)
+    pyplot.close("all")
+    writable.check_kind(path, writable.PICTURE, "--plot")
+
+
+def test_records_may_be_replaced_by_others() -> None:
+    writable.check_kind(Path(CHOICES), writable.RECORDS, "--jsonl")

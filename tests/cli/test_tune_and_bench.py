@@ -109,8 +109,8 @@ def test_tune_refuses_numbers_of_tokens_that_decide_nothing(run: Run) -> None:
         ),
         ((GPT_OSS, "--dp", "0"), "--dp: 0 ranks are not possible"),
         ((GPT_OSS, "--tiles", "-3"), "--tiles: -3 tile configurations"),
-        ((GPT_OSS, "--export", ""), ".: is a directory. Name a file"),
-        ((GPT_OSS, "--export", "/"), "/: is a directory. Name a file"),
+        ((GPT_OSS, "--export", ""), ". cannot be written: it is a directory. Name a file that you can write"),
+        ((GPT_OSS, "--export", "/"), "/ cannot be written: it is a directory. Name a file that you can write"),
         (
             (GPT_OSS, "--export", "/nope/x.json"),
             "--export: /nope/x.json cannot be written: there is no directory /nope",
@@ -389,10 +389,11 @@ def test_bench_shows_what_it_has_before_it_ends(
 def test_bench_leaves_a_file_alone_until_there_is_a_record(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "b.jsonl").write_text("measured before\n")
+    before = '{"conditions": {}}\n'
+    (tmp_path / "b.jsonl").write_text(before)
     pretend_bench(monkeypatch, 0, MeasurementError("another process uses the GPU"))
     assert run("bench", GPT_OSS, "--jsonl", tmp_path / "b.jsonl").status == 2
-    assert (tmp_path / "b.jsonl").read_text() == "measured before\n"
+    assert (tmp_path / "b.jsonl").read_text() == before
     pretend_bench(monkeypatch, 1, MeasurementError("another process uses the GPU"))
     assert run("bench", GPT_OSS, "--jsonl", tmp_path / "b.jsonl").status == 4
     head, record = (tmp_path / "b.jsonl").read_text().splitlines()

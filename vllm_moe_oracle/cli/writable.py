@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -39,20 +42,57 @@ def why_unwritable(path: Path, appended: bool = False) -> str:
     return "" if all(os.access(each, os.W_OK) for each in places) else "permission denied"
 
 
-def check_output(context: typer.Context, path: Path, option: str, appended: bool = False) -> None:
-    """Refuses a path of a command's output that could not be written. A pipe is open from here to the command's end, so
-    that its reader waits.
+@dataclass(frozen=True, slots=True)
+class OutputKind:
+    """What a command writes.
+
+    Attributes:
+        noun: in words.
+        pattern: what the first `_HEAD_BYTES` of such a file match.
+    """
+
+    noun: str
+    pattern: re.Pattern[bytes]
+
+
+PAGE = OutputKind("a page of report", re.compile(rb'<!doctype html>.*<meta name="generator" content="vllm-moe-', re.S))
+RECORDS = OutputKind("records of bench --jsonl", re.compile(rb'\s*\{\s*"conditions"\s*:'))
+_PICTURES = (
+    rb"\x89PNG", rb"\xff\xd8\xff", rb"%PDF", rb"%!PS", rb"RIFF....WEBP", rb"GIF8", rb"II\*\0", rb"MM\0\*", rb"....ftyp",
+    rb"\x1f\x8b", rb"(<\?xml.*)?<svg\b",
+)  # fmt: skip
+"""How files begin that Matplotlib writes; a compressed SVG as any that gzip wrote."""
+
+PICTURE = OutputKind("a picture", re.compile(b"|".join(_PICTURES), re.S))
+_HEAD_BYTES = 4096
+
+
+def check_output(
+    context: typer.Context,
+    path: Path,
+    option: str,
+    kind: OutputKind | None,
+    others: Iterable[Path | str | None] = (),
+) -> None:
+    """Refuses a path of a command's output that could not be written, or whose file would be lost by it. A pipe is open
+    from here to the command's end, so that its reader waits.
 
     Args:
         context: the command's.
         path: the path.
         option: the option's name, for the message.
-        appended: see `why_unwritable`.
+        kind: what a file there may be that is replaced; None where the writer itself compares it with what it writes.
+        others: paths of files that the command reads, and of its other outputs; None for no path.
 
     Raises:
-        MeasurementError: it could not be written.
+        MeasurementError: it could not be written, is one of `others`, or holds something else than `kind`.
     """
-    reason, remedy = why_unwritable(path, appended), "Name a file that you can write"
+    if any(_is_same_file(path, os.path.expanduser(each)) for each in others if each is not None):
+        rule = f"{path} is named twice: what this command reads there, or writes, would be replaced"
+        raise MeasurementError(rule, "Name another file", option)
+    if kind is not None:
+        check_kind(path, kind, option)
+    reason, remedy = why_unwritable(path), "Name a file that you can write"
     if not reason and path.is_fifo() and not is_standard_output(path):
         try:
             context.call_on_close(functools.partial(os.close, open_pipe(path)))
@@ -60,6 +100,37 @@ def check_output(context: typer.Context, path: Path, option: str, appended: bool
             reason, remedy = error.strerror or str(error), "Start its reader first"
     if reason:
         raise MeasurementError(f"{path} cannot be written: {reason}", remedy, option)
+
+
+def check_kind(path: Path, kind: OutputKind, where: str) -> None:
+    """Refuses a file that holds something else than what is to replace it. No file, an empty one, the standard output,
+    and what is no file may be written.
+
+    Raises:
+        MeasurementError: it holds something else.
+    """
+    if not os.path.isfile(path) or is_standard_output(path) or not os.path.getsize(path):
+        return
+    remedy = "Name another file, or remove this one"
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError as error:
+        raise MeasurementError(
+            f"{path} would be replaced, and cannot be read: {error.strerror}", remedy, where
+        ) from error
+    if kind.pattern.match(head) is None:
+        raise MeasurementError(f"{path} would be replaced, and is not {kind.noun}", remedy, where)
+
+
+def _is_same_file(one: Path, other: str | Path) -> bool:
+    """Whether two paths lead to one file, also over links, or would if there were one."""
+    try:
+        return os.path.samefile(one, other)
+    except OSError:  # one of them is not there
+        return os.path.realpath(one) == os.path.realpath(other)
+    except ValueError:  # a path with a null byte leads nowhere
+        return False
 
 
 def is_standard_output(path: Path | None) -> bool:

@@ -43,7 +43,7 @@ from ..arguments import (
     output_option,
     seconds_option,
 )
-from ..writable import check_output, is_standard_output
+from ..writable import PICTURE, RECORDS, check_output, is_standard_output
 
 if TYPE_CHECKING:
     from ...measuring.benchmarks import BenchOptions
@@ -138,9 +138,9 @@ def command(
     options = _bench_options(tokens, routing, replays, stock, backend, jobs, budget)
     if plot is not None:
         _check_plot_path(plot)
-        check_output(context, plot, "--plot")
+        check_output(context, plot, "--plot", PICTURE, [*(models or []), jsonl])
     if jsonl is not None:
-        check_output(context, jsonl, "--jsonl")
+        check_output(context, jsonl, "--jsonl", RECORDS, [*(models or []), plot])
     device = layer_arguments.require_gpu(_ELSEWHERE)
     options = dataclasses.replace(
         options,

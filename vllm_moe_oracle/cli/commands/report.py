@@ -20,7 +20,7 @@ from ...untrusted import describe
 from ...whole_files import WRITE_REMEDY, write_whole
 from .. import output
 from ..arguments import Assignments, command_settings, file_option, output_option
-from ..writable import check_output, is_standard_output, make_folder, why_unwritable_folder
+from ..writable import PAGE, PICTURE, check_kind, check_output, is_standard_output, make_folder, why_unwritable_folder
 
 HELP = """\
 Make one page of what was measured and decided: times, speed-up over stock vLLM, choices and their reasons.
@@ -50,15 +50,15 @@ def command(
             metavar="FILE",
         ),
     ] = None,
-    to: Annotated[Path, output_option("The page; an existing file is replaced.", "--output", "-o")] = Path(
-        "moe-oracle-report.html"
-    ),
+    to: Annotated[
+        Path, output_option("The page; an earlier page is replaced, and no other file.", "--output", "-o")
+    ] = Path("moe-oracle-report.html"),
     svg: Annotated[Path | None, file_option("Also write each plot as a file into this folder.", metavar="DIR")] = None,
     assignments: Assignments = None,
 ) -> None:
     """What `HELP` says."""
     _require_modules("matplotlib", "jinja2")
-    check_output(context, to, "--output")
+    check_output(context, to, "--output", PAGE, files or ())
     if svg is not None and (reason := why_unwritable_folder(svg)):
         raise MeasurementError(f"{svg} cannot be made or written in: {reason}", "Name another folder", "--svg")
     chosen = command_settings(assignments)
@@ -73,6 +73,9 @@ def command(
         raise MeasurementError("there is nothing to report", remedy)
     with output.status_spinner(f"drawing plots of {len(content.panels)} layers"):
         page, plots = html_report.render(content, output.command_line())
+    for name in plots:
+        if svg is not None:
+            check_kind(svg / name, PICTURE, "--svg")
     _write_file(to, page)
     if svg is not None:
         make_folder(svg)

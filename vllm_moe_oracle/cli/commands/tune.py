@@ -122,7 +122,7 @@ def command(
     if imported:
         _check_import_options(context)
         if export is not None:
-            check_output(context, export, "--export")
+            check_output(context, export, "--export", None, imported)
         _import_measurements(imported, export, chosen, as_json)
         return
     from ...measuring import tuning  # needs torch
@@ -133,8 +133,8 @@ def command(
     options = _tune_options(tokens, routing, replays, budget, jobs, remeasure)
     tuning.check_token_counts(options.token_counts)
     if export is not None:
+        check_output(context, export, "--export", None, [*(models or []), *(profile or [])])
         profiles.check_writable(export, detect.detect().name, {kernel_shape_of(each) for each in problems})
-        check_output(context, export, "--export")
     known = [profiles.read(each) for each in profile or []]
     device = layer_arguments.require_gpu(_ELSEWHERE)
     options = dataclasses.replace(options, tiles=tiles, gpus=layer_arguments.parse_gpus(gpus))
