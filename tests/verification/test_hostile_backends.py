@@ -108,6 +108,24 @@ def writes_beside(which: int, rows: int) -> Callable[..., None]:
     return compute
 
 
+def one_scale(x: Tensor) -> Tensor:
+    """E4M3 with one scale for all tokens of a call, from their largest value."""
+    scale = x.float().abs().amax().clamp(min=1e-9) / 448
+    return (x.float() / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def spreads(rows: int, large: bool = False) -> Callable[..., None]:
+    """Adds 0 times the tokens in blocks of so many, as a product with a matrix of zeros and ones does; in large calls
+    alone, or in small ones."""
+
+    def change(out: Tensor, x: Tensor, w: Tensor, ids: Tensor) -> None:
+        if (len(x) > 600) is large:
+            for some in torch.arange(len(x)).split(rows):
+                out[some] += (x[some].sum(0) * 0.0).to(out.dtype)
+
+    return changed(change)
+
+
 class Stale:
     """Remembers the experts of the first call of each size."""
 
@@ -173,6 +191,13 @@ FAULTS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "row after the tokens": (lambda: writes_beside(1, 0), ALL),
     "row before the output": (lambda: writes_beside(0, -1), ALL),
     "row after the output": (lambda: writes_beside(0, 0), ALL),
+    "NaN of a token spreads": (lambda: spreads(65), ALL),
+    "NaN of a token spreads in blocks of 4": (lambda: spreads(4), ALL),
+    "one scale for all tokens": (lambda: on_x(one_scale), ["W8A8", "FP8 by token"]),
+    "NaN without weights": (
+        lambda: changed(lambda o, x, w, ids: o.masked_fill_((w == 0).all(-1)[:, None], math.nan)),
+        ALL,
+    ),
     "stale experts": (Stale, ALL),
     "own workspace": (Kept, ALL),
     "last block of columns, last token": (lambda: changed(lambda out, *_: out[-1, -32:].mul_(1.5)), ALL),
@@ -224,6 +249,25 @@ def test_a_fault_is_caught(name: str, layer: str) -> None:
         for what in ("tokens", "output")
     }
     assert (words | beside).get(name, "") in result.fault
+
+
+@pytest.mark.parametrize("layer", ALL)
+def test_a_token_of_nan_is_among_many(layer: str) -> None:
+    loaded = weights(LAYERS[layer])
+    for compute, passes in ((forward, True), (spreads(64, large=True), False)):
+        result = check(Faulty("many", compute=compute, beyond=(600,)), LAYERS[layer], loaded)
+        assert result.passed is passes, result
+    assert "601 tokens, one of them of NaN and infinities: columns" in result.fault
+
+
+def test_the_output_of_a_token_of_nan_may_be_anything() -> None:
+    def forgives(out: Tensor, x: Tensor, w: Tensor, ids: Tensor) -> None:
+        seen.append(len(x)) if x.isnan().any() else None
+        out[x.isnan().any(-1)] = 7.0
+
+    seen: list[int] = []
+    assert check(Faulty("forgives", compute=changed(forgives)), LAYERS["16 bit"], weights(LAYERS["16 bit"])).passed
+    assert seen == [inputs.NUM_TOKENS]
 
 
 @pytest.mark.parametrize("layer", ALL)

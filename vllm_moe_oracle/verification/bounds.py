@@ -210,6 +210,25 @@ def joined(parts: Sequence[Reference]) -> Reference:
     )
 
 
+def with_strange_tokens(reference: Reference, plain: int) -> Reference:
+    """The reference with those of `inputs.add_strange_tokens`: a token whose output may be anything but NaN, and one
+    whose output is zero, as exact as the most exact one of plain tokens.
+
+    Args:
+        reference: of the other tokens.
+        plain: number of plain tokens, which come first.
+    """
+    noise, token_noise = reference.noise[:plain], reference.token_noise[:plain]
+    return Reference(
+        torch.nn.functional.pad(reference.expected, (0, 0, 0, 2)),
+        torch.cat((reference.noise, torch.full_like(noise[:1], torch.inf), noise.amin().expand(1, noise.shape[1]))),
+        torch.cat(
+            (reference.token_noise, torch.full_like(token_noise[:1], torch.inf), token_noise.amin().unsqueeze(0))
+        ),
+        reference.tolerance,
+    )
+
+
 def excesses(actual: Sequence[Tensor], reference: Reference, rows: Sequence[Tensor]) -> Tensor:
     """How far the outputs of calls are from their bounds: the largest root mean square error of a block, column or
     token, over its bound. Small calls are compared together: on a GPU the comparison of one takes as long as its call.

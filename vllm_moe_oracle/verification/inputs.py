@@ -262,6 +262,28 @@ def make_inputs(
     return x.to(getattr(torch, problem.dtype)), weights.repeat(groups, 1), ids.to(torch.int32).repeat(groups, 1)
 
 
+def add_strange_tokens(x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Two more tokens behind those of `make_inputs`, with the experts of one of them.
+
+    The first one, the *spoiled* token, has NaN, both infinities and ones for features, in turn, as padding and a bad
+    request may. A sum over tokens spreads each of them, a maximum over tokens an infinity at least. The other one, the
+    *weightless* token, has routing weights of 0: its output is 0 times finite numbers.
+
+    Args:
+        x: see `make_inputs`, as are the others.
+        weights: likewise.
+        ids: likewise.
+    """
+    alike = [LAST_TOKENS[0]] * 2
+    values = torch.tensor([math.nan, math.inf, -math.inf, 1.0], dtype=x.dtype, device=x.device)
+    spoiled = values[torch.arange(x.shape[1], device=x.device) % len(values)]
+    return (
+        torch.cat((x, spoiled.unsqueeze(0), x[alike[1:]])),
+        torch.cat((weights, weights[alike[1:]], torch.zeros_like(weights[alike[1:]]))),
+        torch.cat((ids, ids[alike])),
+    )
+
+
 def _slots_of(tokens: Mapping[int, str], ids: Tensor, taken: Tensor | None = None) -> Tensor:
     """Which slots some tokens have named, bool `[NUM_TOKENS, top_k]`; none of a token that would keep no other slot.
 

@@ -135,7 +135,12 @@ def compare_with_reference(
         return bounds.reference_output(experts, exact, rounding, x, weights, ids, expert_map, groups)
 
     x, reference, used = _within_range(x, reference_of, sampled, problem)
-    planned = _plan_calls(backend, problem, small, plan, hand_overs, adapter.trial_tokens(moe), experts, used, nothing)
+    spoiled = None if is_reference(backend) else len(x)
+    most = adapter.trial_tokens(moe)
+    planned = _plan_calls(backend, problem, small, plan, hand_overs, most, experts, used, nothing, spoiled)
+    if spoiled is not None:
+        x, weights, ids = inputs.add_strange_tokens(x, weights, ids)
+        reference = bounds.with_strange_tokens(reference, inputs.NUM_TOKENS)
     most = max(len(rows) for rows, _ in planned)
     built, layer, tensors = _build_small_layer(backend, small, plan, experts, moe, adapter, most)
     given = {"tokens": x, "routing weights": weights, "expert ids": ids.to(adapter.ids_dtype(moe))}
@@ -143,7 +148,8 @@ def compare_with_reference(
     scale = 1.0
     if router_inputs is not None:
         logits, bias, scale = router_inputs
-        given = {"tokens": x, "router logits": logits.to(x.device).repeat(groups, 1)}
+        every = torch.arange(len(x), device=logits.device) % len(logits)
+        given = {"tokens": x, "router logits": logits[every].to(x.device)}
         whole = {} if bias is None else {"correction bias": bias.to(x.device)}
 
     def run(x: Tensor, weights: Tensor, ids: Tensor, **memory: Any) -> Tensor:
@@ -156,7 +162,7 @@ def compare_with_reference(
         bias = whole.get("correction bias")
         return adapter.run_single_rank_monolithic(built, tensors, x, small, logits, bias, scale)
 
-    calls = Calls(run_monolithic if backend.monolithic else run, reference, given, whole, backend)
+    calls = Calls(run_monolithic if backend.monolithic else run, reference, given, whole, backend, spoiled)
     calls.make_all(planned)
     return calls.result(start)
 
@@ -177,6 +183,7 @@ class Calls:
         given: Tensors,
         whole: Tensors | None = None,
         backend: Backend | None = None,
+        spoiled: int | None = None,
     ) -> None:
         """
         Args:
@@ -187,7 +194,9 @@ class Calls:
             given: what the kernel gets, `[tokens, ...]` each, by its name in messages: the tokens come first.
             whole: what `run` gives it in every call as it is, by its name in messages; None for nothing.
             backend: whose kernel it is; None for none of a registry.
+            spoiled: the token of NaN, whose output is not compared; None for none.
         """
+        self._spoiled, self._with_spoiled = spoiled, set[int]()
         self._run, self._reference, self._given, self._backend = run, reference, given, backend
         self._whole = {name: (each, each.clone()) for name, each in (whole or {}).items()}
         self._rows: list[Tensor] = []
@@ -199,14 +208,15 @@ class Calls:
         self._memory: dict[tuple[str, int], Tensor] = {}
 
     @torch.inference_mode()
-    def make(self, rows: Tensor, poisoned: bool = True) -> None:
+    def make(self, rows: Tensor, poisoned: bool = True, spoiled: bool = False) -> None:
         """One call with rows `[M]` of the tokens, on memory that holds NaN, or what it held before. The host does not
         wait for the device. The call is made in torch's inference mode, as a server makes all of its own.
 
         Tensors of a call on memory that holds NaN begin where their storage begins. The tokens of other calls are part
         of a larger tensor, as vLLM's are where it splits a batch: the kernel may read the rows before and after them,
         and not change them. Their output lies between guards, too. Calls of as many tokens find theirs in the same
-        memory, as in a CUDA graph: a kernel may keep what it has computed by the address.
+        memory, as in a CUDA graph: a kernel may keep what it has computed by the address. `spoiled` says that one of
+        the rows is the token of NaN.
         """
         x, *others = self._given
         guards: list[Tensor] | None = None if poisoned else []
@@ -214,10 +224,14 @@ class Calls:
         around = rows if poisoned else torch.cat((rows[-1:], rows, rows[-1:]))
         held = self._given[x][rows] if poisoned else self._in_place(x, around)
         given = [held if poisoned else held[1:-1], *(self._in_place(each, rows) for each in others)]
+        if spoiled:
+            self._with_spoiled.add(len(self._rows))
         # Copies: the next call may get the same memory.
         self._rows.append(rows)
         with watched_kernel(self._backend), process_state.kept() as changed:
-            self._outputs.append(self._run(*given, poisoned=poisoned, guards=guards).clone())
+            output = self._run(*given, poisoned=poisoned, guards=guards)
+            uncompared = torch.eq(rows, self._spoiled).unsqueeze(-1) if spoiled and self._spoiled is not None else None
+            self._outputs.append(output.clone() if uncompared is None else output.masked_fill(uncompared, 0.0))
         # The first calls may import and compile.
         self._settings.append([] if poisoned else changed)
         self._beside.append(self._untouched if guards is None else self._changed_beside(held, around, guards))
@@ -237,8 +251,8 @@ class Calls:
         # In one copy: the host waits for each.
         together = torch.cat([rows for rows, _ in planned]).to(self._reference.expected.device)
         places = torch.split(together, [len(rows) for rows, _ in planned])
-        for rows, (_, poisoned) in zip(places, planned, strict=True):
-            self.make(rows, poisoned)
+        for rows, (numbers, poisoned) in zip(places, planned, strict=True):
+            self.make(rows, poisoned, self._spoiled is not None and bool((numbers == self._spoiled).any()))
 
     def _in_place(self, name: str, rows: Tensor) -> Tensor:
         """Rows of a tensor that the kernel gets, in the memory of an earlier call of as many."""
@@ -292,7 +306,8 @@ class Calls:
             words.append(f"the kernel has written before or after its {' and '.join(beside)}")
         if self._settings[index]:
             words.append(f"the kernel has changed the process's {' and '.join(self._settings[index])}")
-        return f"call {index + 1}, {len(rows)} tokens: {' and '.join(words)}" if words else ""
+        spoiled = ", one of them of NaN and infinities" if index in self._with_spoiled else ""
+        return f"call {index + 1}, {len(rows)} tokens{spoiled}: {' and '.join(words)}" if words else ""
 
 
 def _bits(values: Tensor) -> Tensor:
@@ -310,6 +325,7 @@ def _plan_calls(
     experts: Tensors,
     groups: list[int],
     nothing: int | None = None,
+    spoiled: int | None = None,
 ) -> list[tuple[Tensor, bool]]:
     """The tokens of each call by their numbers, `[M]` on the CPU, and whether its memory holds NaN before: in calls of
     new sizes, and where no token has an expert. Repeated ones find what the calls before have left.
@@ -324,6 +340,8 @@ def _plan_calls(
         experts: the small layer's canonical tensors.
         groups: numbers of the groups of tokens, the first of which calls of all sizes have.
         nothing: a token without an expert on this rank, for a call of its own; None where there is none.
+        spoiled: the first token of `inputs.add_strange_tokens`; None where there is none. It takes a place in the large
+            call and in the repeated call of all tokens, which has the other one, too.
     """
     edges = {*hand_overs, *(tokens for tokens, _ in plan.tiles)}
     if is_reference(backend):
@@ -342,8 +360,14 @@ def _plan_calls(
     found += [(inputs.rows_of_call(tokens, inputs.NUM_TOKENS, next(lasts)), False) for tokens in repeats]
     whole = inputs.rows_of_call(min(inputs.NUM_TOKENS, most), inputs.NUM_TOKENS, next(lasts))
     found += [(whole + group * inputs.NUM_TOKENS, False) for group in groups[1:]]
-    if is_reference(backend):
+    if spoiled is None:
         return found
+    if large:
+        found[sizes.index(large)][0][large // 2] = spoiled
+    if len(again := found[len(sizes)][0]) > 2:
+        again[len(again) // 2] = spoiled
+        if not (backend.monolithic or problem.routing.apply_router_weight_on_input):  # their weights are others
+            again[0] = spoiled + 1
     # One token alone: its experts get all rows, and a kernel that holds back places for each has too few.
     found.append((torch.full((alone,), inputs.LAST_TOKENS[0], device="cpu"), False))
     if nothing is not None:  # as decode steps of one token have it: no kernel runs, but the output is to be written
