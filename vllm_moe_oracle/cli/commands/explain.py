@@ -428,6 +428,6 @@ def _registration_notes(settings: Settings, method: str, groups: list[LayerGroup
         yield f"the plugin is {excluding}: vLLM would choose by itself"
     schemes = {group.problem.scheme.name for group in groups if group.decision}
     for scheme in sorted(schemes.difference(methods.served_schemes().get(method, ()))):
-        yield f"the plugin does not serve {scheme} in vLLM's {method} checkpoints yet: vLLM would choose by itself"
+        yield f"the plugin does not serve {scheme} in vLLM's {method} checkpoints: vLLM would choose by itself"
     if method == "inc" and "wna16" in schemes and device.kind == "cpu":
         yield "on a CPU vLLM takes AutoRound's integer experts for unquantized ones, and does not load them"
