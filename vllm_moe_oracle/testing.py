@@ -176,15 +176,20 @@ def test_supports_some_layer(name: str) -> None:
 def test_declares_what_it_does(name: str) -> None:
     """Priority, precision, numerics, sizes and layout are complete and agree with each other."""
     backend = default_registry()[name]
-    assert not backend.missing_attributes() and backend.stock_class.count(":") == bool(backend.stock_class)
+    assert not (missing := backend.missing_attributes()), f"{name} does not set {', '.join(missing)}"
+    written = f"stock_class is {backend.stock_class!r}: write module:Class, or nothing"
+    assert backend.stock_class.count(":") == bool(backend.stock_class), written
     for layer, device in _distinct(name):
         precision, numerics, plan = backend.activations(layer), backend.numerics(layer), backend.plan(layer, device)
-        assert precision in get_args(ActivationPrecision)
+        known = get_args(ActivationPrecision)
+        assert precision in known, f"{layer}: activations are {precision!r}. Known are {', '.join(known)}"
         words = (numerics.weights, numerics.activations, numerics.accumulate)
-        assert all(words) and "{" not in "".join(words)
-        assert ("quantized" in numerics.activations) == (precision != "16bit"), numerics.activations
+        assert all(words) and "{" not in "".join(words), f"{layer}: numerics are not all in words: {words}"
+        said = f"{layer}: activations are {precision}, and its numerics say {numerics.activations!r}"
+        assert ("quantized" in numerics.activations) == (precision != "16bit"), said
         assert isinstance(backend.priority(layer, device), float)
-        assert plan.hidden_size >= layer.hidden_size and plan.intermediate_size >= layer.intermediate_size
+        fits = plan.hidden_size >= layer.hidden_size and plan.intermediate_size >= layer.intermediate_size
+        assert fits, f"{layer}: its plan cuts it to {plan.hidden_size} and {plan.intermediate_size} features"
         assert bool(plan.notes) == plan.pads(layer), "padding is explained in the plan's notes"
         assert backend.layout(layer, plan).strip()
 

@@ -20,10 +20,12 @@ from tests.lib.stock_rules import (
     CAPABILITIES,
     CLASSES,
     IN_HALVES,
+    Wrapped,
     backend,
     bases_of,
     claims_activation,
     departs,
+    disagreement,
     every_release,
     has_class,
     home,
@@ -35,13 +37,15 @@ from tests.lib.stock_rules import (
     skip_unless_taken,
     stock_kernels,
     stock_of,
+    unknown_departures,
     usual,
     wrappers,
 )
+from vllm_moe_oracle.backends._stock import Departure
 from vllm_moe_oracle.core.decision import ShardPlan
 from vllm_moe_oracle.core.problem import Activation, Routing
 from vllm_moe_oracle.oracle.registry import default_registry
-from vllm_moe_oracle.releases.supported import NEWEST, RELEASES
+from vllm_moe_oracle.releases.supported import NEWEST
 
 ROUNDED = [name for name in wrappers("mxfp4") if CLASSES[name].kernel != "HUMMING"]
 """Backends whose layers' sizes stock rounds before it makes tensors; Humming's library pads by itself."""
@@ -93,9 +97,8 @@ def test_compute_capabilities(name: str, release: str) -> None:
     for capability in CAPABILITIES:
         found, names = stock_of(release, name, capability)
         claimed = bool(found._supports_current_device() and found._supports_quant_scheme(*quant_keys(name, names)))
-        ours = not {"capability", "capability.vllm_version"} & refused(name, release, capability)
-        expected = claimed and not departs(name, f"sm_{capability}", release)
-        assert ours == expected, f"sm_{capability}: taken {ours}, claimed by the class {claimed}"
+        codes = {"capability", "capability.vllm_version"} & refused(name, release, capability)
+        assert not disagreement(name, f"sm_{capability}", release, codes, claimed)
 
 
 @every_release
@@ -106,8 +109,7 @@ def test_activations(name: str, release: str) -> None:
     for stock_name, activation in activations_of(name).items():
         claimed = claims_activation(found, names, stock_name, activation)
         codes = {code for code in refused(name, release, activation=activation) if code.startswith("activation")}
-        expected = claimed and not departs(name, stock_name, release)
-        assert (not codes) == expected, f"{stock_name}: refused by {codes}, claimed by the class {claimed}"
+        assert not disagreement(name, stock_name, release, codes, claimed)
 
 
 def activations_of(name: str) -> dict[str, Activation]:
@@ -127,8 +129,7 @@ def test_routing_inside_the_kernel(release: str, name: str) -> None:
             continue
         claimed = bool(found._supports_routing_method(method, *quant_keys(name, names)))
         codes = refused(name, release, routing=Routing(own, num_groups=8, top_k_groups=4))
-        expected = claimed and not departs(name, own, release)
-        assert (not {"routing", "routing.vllm_version"} & codes) == expected, f"{own}: claimed by the class {claimed}"
+        assert not disagreement(name, own, release, {"routing", "routing.vllm_version"} & codes, claimed)
 
 
 def routing_methods(release: str) -> Any:
@@ -191,10 +192,47 @@ def test_departures_are_of_what_is_compared(release: str, name: str) -> None:
     known = {*ACTIVATIONS, *routing, *(f"sm_{each}" for each in CAPABILITIES), "lora", "eplb", "unlisted"}
     if name in ROUNDED:
         known.add("sizes")
-    for each in CLASSES[name].departures:
-        assert each.why and {*each.what} <= known, each
-        assert each.before or {*each.what} - {"unlisted"}, each
-        assert each.before in ("", *RELEASES), each
+    assert not unknown_departures(CLASSES[name].departures, known)
+
+
+def test_a_wrong_departure_is_named_with_the_nearest_word() -> None:
+    known = {*ACTIVATIONS, "lora"}
+    found = unknown_departures(
+        [Departure(("gelutanh",), "it would"), Departure(("lora",), ""), Departure(("lora",), "it would", "0.0.1"),
+         Departure((), "it would"), Departure(("silu",), "it would")], known,
+    )  # fmt: skip
+    assert [each.partition("Known are")[0].partition(": give")[0] for each in found] == [
+        "the departure 'gelutanh' is of nothing that is compared. Did you mean gelu_tanh? ",
+        "the departure ('lora',) has no reason",
+        "the departure ('lora',) ends before '0.0.1', which is no supported release. ",
+        "the departure () holds for every layer of every release",
+    ]
+
+
+def test_a_disagreement_says_who_says_what_and_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, what, release = "marlin_mxfp8", "silu", NEWEST
+    stock = f"{CLASSES[name].class_name} of vLLM {release}"
+    departing = CLASSES[name]._replace(departures=(Departure((what,), "it would"),))
+    plain = CLASSES[name]._replace(departures=())
+    for wrapped, codes, claimed, words in (
+        (plain, {"activation"}, False, ""),
+        (plain, set(), True, ""),
+        (departing, {"activation"}, True, ""),
+        (plain, set(), False, f"takes it, and {stock} does not claim it. Take it out of the backend's capabilities"),
+        (plain, {"activation"}, True, f"refuses it (activation), and {stock} claims it. Add it to the backend's"),
+        (departing, set(), True, "Its departures name what it takes: remove 'silu' from them"),
+    ):
+        monkeypatch.setitem(CLASSES, name, wrapped)
+        found = disagreement(name, what, release, codes, claimed)
+        assert words in found and bool(words) == bool(found)
+
+
+@some_releases(DEFAULT_RELEASE)
+def test_a_class_that_is_none_of_experts_is_named(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Wrapped(f"{FUSED_MOE}/activation.py", "MoEActivation", "", ())
+    monkeypatch.setitem(CLASSES, "marlin_mxfp8", other)
+    with pytest.raises(AssertionError, match=r"MoEActivation of vLLM \S+ has no activation_format, .* no class of exp"):
+        stock_of(release, "marlin_mxfp8", 90)
 
 
 @some_releases(NEWEST)

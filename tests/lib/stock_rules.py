@@ -7,7 +7,7 @@ import ast
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -41,10 +41,11 @@ from vllm_moe_oracle.core.problem import (
     Scheme,
     SchemeName,
 )
+from vllm_moe_oracle.errors import did_you_mean
 from vllm_moe_oracle.layouts.mma_tiles import pack_nibbles, pack_tiles
 from vllm_moe_oracle.oracle.checked_backend import unchecked
 from vllm_moe_oracle.oracle.registry import default_registry
-from vllm_moe_oracle.releases.supported import DEFAULT_PACKAGES, NEWEST
+from vllm_moe_oracle.releases.supported import DEFAULT_PACKAGES, NEWEST, RELEASES
 
 CAPABILITIES = (70, 75, 80, 86, 89, 90, 100, 103, 110, 120, 121)
 GPT_OSS = dataclasses.replace(HALVES, interleaved=True)
@@ -118,6 +119,50 @@ def departs(name: str, what: str, release: str) -> bool:
         (what in each.what if what else not each.what) and (not each.before or number(release) < number(each.before))
         for each in CLASSES[name].departures
     )
+
+
+def disagreement(name: str, what: str, release: str, codes: Collection[str], claimed: bool) -> str:
+    """What is wrong where a backend takes something else than its class claims, and what to change; "" where it agrees.
+
+    Args:
+        name: the backend's.
+        what: one of `Departure.what`.
+        release: vLLM's version.
+        codes: the backend's reasons against it; empty where it takes it.
+        claimed: whether the class claims it.
+    """
+    taken, departed = not codes, departs(name, what, release)
+    stock = f"{CLASSES[name].class_name} of vLLM {release}"
+    refusing = "takes it" if taken else f"refuses it ({', '.join(sorted(codes))})"
+    said = f"{name}, {what}: the backend {refusing}, and {stock} {'claims' if claimed else 'does not claim'} it"
+    if departed and taken:
+        return f"{said}. Its departures name what it takes: remove {what!r} from them"
+    if taken and not claimed:
+        return f"{said}. Take it out of the backend's capabilities"
+    if claimed and not taken and not departed:
+        return f"{said}. Add it to the backend's capabilities, or Departure(({what!r},), 'why') to its departures"
+    return ""
+
+
+def unknown_departures(departures: Iterable[Departure], known: Collection[str]) -> list[str]:
+    """What is wrong with a backend's departures: each that names nothing that is compared, with the nearest word, that
+    has no reason, or a release that is not supported."""
+    found = []
+    for each in departures:
+        found += [
+            f"the departure {what!r} is of nothing that is compared. {did_you_mean(what, known)}"
+            f"Known are {', '.join(sorted(known))}"
+            for what in each.what
+            if what not in known
+        ]
+        if not each.why:
+            found.append(f"the departure {each.what} has no reason: give its `why`")
+        if each.before and each.before not in RELEASES:
+            rule = f"the departure {each.what} ends before {each.before!r}, which is no supported release"
+            found.append(f"{rule}. Known are {', '.join(RELEASES)}")
+        if not each.before and not {*each.what} - {"unlisted"}:
+            found.append(f"the departure {each.what} holds for every layer of every release: give `before`")
+    return found
 
 
 TRITON = ("triton_mxfp4", "triton_mxfp4_monolithic", "triton_mxfp4_unfused")
@@ -274,7 +319,18 @@ def stock_of(release: str, name: str, capability: int) -> tuple[Any, dict[str, A
         is_flashinfer_mxint4_moe_available=lambda: platform.is_device_capability_family(100),
         **{key: activation[key] for key in asked if key in activation},
     )  # fmt: skip
-    return names[class_name], names
+    found = names[class_name]
+    missing = [each for each in _ASKED if not hasattr(found, each)]
+    stock = f"{CLASSES[name].stock_class} of vLLM {release}"
+    assert not missing, (
+        f"{name}: {stock} has no {', '.join(missing)}: it is no class of experts. Name in `stock_class` the class that "
+        "derives from mk.FusedMoEExpertsModular or mk.FusedMoEExpertsMonolithic"
+    )
+    return found, names
+
+
+_ASKED = ("activation_format", "_supports_current_device", "_supports_quant_scheme", "_supports_activation")
+"""What vLLM asks every class of experts, and tests compare."""
 
 
 def has_class(release: str, path: str, class_name: str) -> bool:
