@@ -21,7 +21,9 @@ from tests.lib.method_layers import HIDDEN, INNER, Layer, created, load_random
 from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.errors import SelfCheckError
 from vllm_moe_oracle.methods import backend_check, load_caches
+from vllm_moe_oracle.methods.rank_sync import RankGroup
 from vllm_moe_oracle.oracle import watchdog
+from vllm_moe_oracle.verification.converted_layer import InstalledLayer
 from vllm_moe_oracle.verification.self_check import Comparison
 
 EXPERTS = 12
@@ -71,6 +73,23 @@ FAULTS: dict[str, Any] = {
 }
 
 
+class Ring(Faulty):
+    """Holds the weights of the last `slots` layers: the next one takes the place of the first."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__("ring")
+        self._slots: list[Any] = [None] * slots
+        self._layers = 0
+
+    def build_experts(self, tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
+        own, slots = dict(tensors), self._slots
+        if not builder.for_serving:
+            return builder.from_function(lambda *arguments: forward(own, problem, *arguments))
+        slot, self._layers = self._layers % len(slots), self._layers + 1
+        slots[slot] = {name: tensor.clone() for name, tensor in own.items()}
+        return builder.from_function(lambda *arguments: forward(slots[slot], problem, *arguments))
+
+
 @pytest.fixture(params=["group", "all", "off"])
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Loads layers of one kind until one fails; returns the mode of the check and how many went well."""
@@ -105,6 +124,34 @@ def test_a_layer_that_computes_with_anothers_weights(run: Any, name: str) -> Non
     assert loads(FAULTS[name]())[1] == (3 if mode == "off" else 1)
 
 
+@pytest.mark.parametrize(("slots", "layers", "passes"), [(2, 3, False), (3, 4, False), (3, 5, False), (4, 4, True)])
+def test_layers_that_share_a_few_places(
+    run: Any, slots: int, layers: int, passes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first layer is called once more after the last conversion of the load."""
+    mode, loads = run
+    with caplog.at_level("DEBUG", "vllm.moe_oracle"):
+        assert loads(Ring(slots), layers)[1] == (layers if passes or mode == "off" else layers - 1)
+    said = "model.layers.0.mlp.experts: check of ring after the last conversion: relative error"
+    assert (said in caplog.text) is (passes and mode != "off")
+
+
+def test_the_first_layer_is_called_once_more_and_an_only_one_is_not(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode, loads = run
+    again: list[int] = []
+    original = InstalledLayer.compare_again
+
+    def counts(self: InstalledLayer) -> Comparison:
+        again.append(1)
+        return original(self)
+
+    monkeypatch.setattr(InstalledLayer, "compare_again", counts)
+    for count, calls in ((1, 0), (2, 2), (3, 3)):  # of the layer before, and of the first one
+        again.clear()
+        assert loads(Faulty("right"), count)[1] == count
+        assert len(again) == (0 if mode == "off" else calls)
+
+
 def test_right_layers_pass_and_none_keeps_its_check_beyond_the_load(run: Any) -> None:
     _, loads = run
     methods, count = loads(Faulty("right"))
@@ -120,6 +167,7 @@ class Converted:
         self.backend: Any = SimpleNamespace(name="one")
         self.settings: Any = SimpleNamespace(self_check="group")
         self.installed: Any = None
+        self.rank_group = RankGroup()
         self._again = again
 
     def prepare(self) -> Any:
@@ -138,9 +186,11 @@ def test_a_layer_that_comes_again_begins_another_pass(monkeypatch: pytest.Monkey
     first, second = (Converted(name, again) for name in ("first", "second"))
     for layer in (first, second, first, second):
         backend_check.check_installed(layer, layer.prepare)
-    assert again == ["first", "first"] and first.installed is None and second.installed is not None
+    assert again == ["first", "first"] and first.installed is not None and second.installed is not None
+    backend_check.check_first_layers()
+    assert again == ["first"] * 3
     load_caches.end_load()
-    assert second.installed is None
+    assert first.installed is second.installed is None
 
 
 def test_a_check_keeps_no_layer_alive(run: Any) -> None:
@@ -158,12 +208,12 @@ def test_tensors_that_vllm_has_moved_are_not_read(run: Any, monkeypatch: pytest.
     original = backend_check._check_previous
     seen = []
 
-    def moves(method: Any, last: Any) -> str:
+    def moves(method: Any, last: Any, first: Any) -> str:
         if last is not None:
             layer = last().installed._layer
             layer.w2_weight.data = layer.w2_weight.data.clone()
             seen.append(last().installed.compare_again().skip_reason)
-        return original(method, last)
+        return original(method, last, first)
 
     monkeypatch.setattr(backend_check, "_check_previous", moves)
     assert loads(FAULTS["the last layer's"]())[1] == 3  # nothing else sees this fault

@@ -82,7 +82,7 @@ passed."""
 
 class ConvertedLayer(LayerMethod, Protocol):
     """A layer's method after the conversion; `installed` is what its check needs, until the next layer was checked or
-    the load ends."""
+    the load ends; of the first layer of a kind until the load ends."""
 
     installed: InstalledLayer | None
 
@@ -92,19 +92,22 @@ class _Pass:
     which the weights of the others may have gone.
 
     Attributes:
-        names: their names.
-        last: the one that was checked last, by problem and backend of the load.
+        names: their names, in order.
+        first: the one that was checked first, by problem and backend of the load.
+        last: the one that was checked last, likewise.
     """
 
     def __init__(self) -> None:
-        self.names: set[str] = set()
+        self.names: dict[str, None] = {}
+        self.first: dict[_CheckKey, weakref.ref[ConvertedLayer]] = {}
         self.last: dict[_CheckKey, weakref.ref[ConvertedLayer]] = {}
 
     def clear(self) -> None:
         """Forgets the layers, and what they keep for a second check."""
-        for each in self.last.values():
+        for each in (*self.first.values(), *self.last.values()):
             if (method := each()) is not None:
                 method.installed = None
+        self.first.clear()
         self.last.clear()
         self.names.clear()
 
@@ -293,7 +296,7 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
     key = (problem.key(), name)
     if problem.layer in _pass.names:
         _pass.clear()
-    _pass.names.add(problem.layer)
+    _pass.names[problem.layer] = None
 
     def topic(layer: str) -> str:
         return f"the check of {name} in {layer} after its conversion"
@@ -316,13 +319,42 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
     rule = f"{name} disagrees with the reference after the conversion of {problem}"
     if not message:
         logger.log(level, "moe_oracle: %s: check of %s after the conversion: %s", problem.layer, name, success)
-        message = _check_previous(method, _pass.last.get(key))
+        message = _check_previous(method, _pass.last.get(key), _pass.first.get(key))
         rule = f"{name} disagrees with the reference in a layer that agreed before {problem.layer} was converted"
     if message:
         remedy = f"Choose another backend ({env_var('disable')}={name}), and report this with the model's name"
         raise SelfCheckError(f"{rule}: {message}", remedy, problem.layer)
     _converted_outcomes[key] = _PASSED
     _pass.last[key] = weakref.ref(method)
+    _pass.first.setdefault(key, _pass.last[key])
+
+
+def check_first_layers() -> None:
+    """Calls the first layer of each kind once more, on this rank, when the last layer of a load was converted: a
+    backend may hold the weights of a few layers only, and the layer before the last is among them.
+
+    It takes a call of two tokens for each kind.
+
+    Raises:
+        SelfCheckError: the layer disagrees with the reference now.
+    """
+    last = next(reversed(_pass.names), "")
+    for (_, name), each in _pass.first.items():
+        method = each()
+        if method is None or method.installed is None or method.decision.problem.layer == last:
+            continue
+        layer = method.decision.problem.layer
+        with rank_sync.notify_on_failure(
+            method.rank_group, f"the check of {name} in {layer} after the last conversion"
+        ):
+            message, success = _failure(method, method.installed.compare_again)
+            if message:
+                rule = (
+                    f"{name} disagrees with the reference in a layer that agreed before {last} was converted: {message}"
+                )
+                remedy = f"Choose another backend ({env_var('disable')}={name}), and report this with the model's name"
+                raise SelfCheckError(rule, remedy, layer)
+        logger.debug("moe_oracle: %s: check of %s after the last conversion: %s", layer, name, success)
 
 
 def check_beside(method: LayerMethod, prepare: Callable[[], InstalledLayer]) -> None:
@@ -374,13 +406,18 @@ def check_reloaded() -> None:
                     raise SelfCheckError(f"{rule}: {message}", remedy, problem.layer)
 
 
-def _check_previous(method: ConvertedLayer, last: weakref.ref[ConvertedLayer] | None) -> str:
+def _check_previous(
+    method: ConvertedLayer,
+    last: weakref.ref[ConvertedLayer] | None,
+    first: weakref.ref[ConvertedLayer] | None,
+) -> str:
     """What is wrong with the layer that was checked before this one, now that this one is converted; "" if nothing."""
     previous = None if last is None else last()
     if previous is None or previous is method or previous.installed is None:
         return ""
     message, _ = _failure(previous, previous.installed.compare_again)
-    previous.installed = None
+    if last is not first:  # `check_first_layers` needs that one's
+        previous.installed = None
     return f"{previous.decision.problem.layer}: {message}" if message else ""
 
 

@@ -30,7 +30,7 @@ from ..errors import NoBackendError, sanitize
 from ..measurements.tune_command import tune_command
 from ..settings import Settings, report_path
 from ..untrusted import describe
-from . import first_start
+from . import backend_check, first_start
 from .load_caches import end_load, per_load
 
 logger = logging.getLogger("vllm.moe_oracle")
@@ -171,9 +171,11 @@ def begin_conversion(layer: str) -> None:
 
 
 def record_conversion(decision: Decision) -> None:
-    """Records that a layer is ready; after the last one logs how many of the model's MoE layers run through the oracle.
+    """Records that a layer is ready; after the last one has the first of each kind called once more, and logs how many
+    of the model's MoE layers run through the oracle.
 
     Raises:
+        SelfCheckError: a layer computes with other weights than when it was converted.
         SettingError: an override decides no layer of the model, and the setting `strict` is on.
     """
     layer = decision.problem.layer
@@ -182,11 +184,13 @@ def record_conversion(decision: Decision) -> None:
         _model.reloaded.add(layer)
         if _model.reloaded >= set(_model.decisions):
             _model.reloaded.clear()
+            backend_check.check_first_layers()
             end_load(reloading=True)
         return
     _model.pending.discard(layer)
     if _model.pending:
         return
+    backend_check.check_first_layers()
     end_load()
     layers = current_adapter().moe_layer_names()
     ours = {_listed_name(each, layers) for each in _model.decisions}

@@ -135,22 +135,17 @@ def compare_with_reference(
         return bounds.reference_output(experts, exact, rounding, x, weights, ids, expert_map, groups)
 
     x, reference, used = _within_range(x, reference_of, sampled, problem)
-    spoiled = None if is_reference(backend) else len(x)
-    most = adapter.trial_tokens(moe)
-    planned = _plan_calls(backend, problem, small, plan, hand_overs, most, experts, used, nothing, spoiled)
-    if spoiled is not None:
-        x, weights, ids = inputs.add_strange_tokens(x, weights, ids)
-        reference = bounds.with_strange_tokens(reference, inputs.NUM_TOKENS)
+    most, spoiled = adapter.trial_tokens(moe), len(x)
+    planned = _plan_calls(backend, problem, small, plan, hand_overs, most, experts, used, spoiled, nothing)
+    x, weights, ids = inputs.add_strange_tokens(x, weights, ids)
+    reference = bounds.with_strange_tokens(reference, inputs.NUM_TOKENS)
     most = max(len(rows) for rows, _ in planned)
     built, layer, tensors = _build_small_layer(backend, small, plan, experts, moe, adapter, most)
     given = {"tokens": x, "routing weights": weights, "expert ids": ids.to(adapter.ids_dtype(moe))}
     whole = {} if expert_map is None else {"expert map": expert_map}
     scale = 1.0
     if router_inputs is not None:
-        logits, bias, scale = router_inputs
-        every = torch.arange(len(x), device=logits.device) % len(logits)
-        given = {"tokens": x, "router logits": logits[every].to(x.device)}
-        whole = {} if bias is None else {"correction bias": bias.to(x.device)}
+        given, whole, scale = _given_to_router(x, *router_inputs)
 
     def run(x: Tensor, weights: Tensor, ids: Tensor, **memory: Any) -> Tensor:
         on_input = small.routing.apply_router_weight_on_input
@@ -159,12 +154,27 @@ def compare_with_reference(
         )
 
     def run_monolithic(x: Tensor, logits: Tensor, **memory: Any) -> Tensor:  # its output is its own
-        bias = whole.get("correction bias")
-        return adapter.run_single_rank_monolithic(built, tensors, x, small, logits, bias, scale)
+        return adapter.run_single_rank_monolithic(built, tensors, x, small, logits, whole.get("correction bias"), scale)
 
     calls = Calls(run_monolithic if backend.monolithic else run, reference, given, whole, backend, spoiled)
     calls.make_all(planned)
     return calls.result(start)
+
+
+def _given_to_router(
+    x: Tensor, logits: Tensor, bias: Tensor | None, scale: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+    """What a kernel that routes tokens gets, by name: the values of each token, those of all, and the scaling factor.
+
+    Args:
+        x: tokens in groups, and those of `inputs.add_strange_tokens`.
+        logits: those of a group; each one has the same.
+        bias: the correction bias.
+        scale: the scaling factor.
+    """
+    every = torch.arange(len(x), device=logits.device) % len(logits)
+    given = {"tokens": x, "router logits": logits[every].to(x.device)}
+    return given, {} if bias is None else {"correction bias": bias.to(x.device)}, scale
 
 
 def is_reference(backend: Backend) -> bool:
@@ -324,8 +334,8 @@ def _plan_calls(
     most: int,
     experts: Tensors,
     groups: list[int],
+    spoiled: int,
     nothing: int | None = None,
-    spoiled: int | None = None,
 ) -> list[tuple[Tensor, bool]]:
     """The tokens of each call by their numbers, `[M]` on the CPU, and whether its memory holds NaN before: in calls of
     new sizes, and where no token has an expert. Repeated ones find what the calls before have left.
@@ -339,9 +349,9 @@ def _plan_calls(
         most: most tokens of a call.
         experts: the small layer's canonical tensors.
         groups: numbers of the groups of tokens, the first of which calls of all sizes have.
+        spoiled: the first token of `inputs.add_strange_tokens`. It takes a place in the large call and in the repeated
+            call of all tokens, which has the other one, too.
         nothing: a token without an expert on this rank, for a call of its own; None where there is none.
-        spoiled: the first token of `inputs.add_strange_tokens`; None where there is none. It takes a place in the large
-            call and in the repeated call of all tokens, which has the other one, too.
     """
     edges = {*hand_overs, *(tokens for tokens, _ in plan.tiles)}
     if is_reference(backend):
@@ -360,7 +370,7 @@ def _plan_calls(
     found += [(inputs.rows_of_call(tokens, inputs.NUM_TOKENS, next(lasts)), False) for tokens in repeats]
     whole = inputs.rows_of_call(min(inputs.NUM_TOKENS, most), inputs.NUM_TOKENS, next(lasts))
     found += [(whole + group * inputs.NUM_TOKENS, False) for group in groups[1:]]
-    if spoiled is None:
+    if is_reference(backend):
         return found
     if large:
         found[sizes.index(large)][0][large // 2] = spoiled
