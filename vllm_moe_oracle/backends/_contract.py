@@ -345,8 +345,9 @@ class Backend(ABC):
             plan: this backend's own plan for it.
 
         Returns:
-            Tensors by name, of the same shape and dtype for every expert. A tensor that the kernel takes as it is may
-            be returned itself. Tensors that the kernel does not need are left out; new names may be added.
+            Tensors by name, of the same shape and dtype for every expert. They are of torch's own class, dense, of a
+            dtype that torch can copy, and on the expert's device. A tensor that the kernel takes as it is may be
+            returned itself. Tensors that the kernel does not need are left out; new names may be added.
         """
 
     @abstractmethod

@@ -11,7 +11,8 @@ and another one repeats these tokens until kernels for many tokens run.
 
 Layers of a kind that was checked like this get one call of a few tokens, whose experts are the last and random ones. It
 shows that the kernel computes with this layer's weights. The layer before is called once more then: its kernel may have
-lost its own to this one.
+lost its own to this one. So is the first layer of the kind when all layers of the load are converted: a kernel may have
+places for a few layers.
 """
 
 from __future__ import annotations
