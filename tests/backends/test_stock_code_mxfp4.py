@@ -26,7 +26,7 @@ from tests.lib.stock_rules import (
     backend,
     codes_of,
     converted,
-    departs,
+    differs,
     every_release,
     experts,
     gpt_oss_layer,
@@ -118,7 +118,7 @@ def test_cutlass_has_gpt_oss_s_constants_built_in_until_0_28(release: str) -> No
     constants = "[1.702] * self.num_experts" in made and "[7.0] * self.num_experts" in made
     assert constants == (number(release) < (0, 28))
     for name in ("cutlass_mxfp4", "cutlass_mxfp4_a8"):
-        assert constants == departs(name, "silu", release)
+        assert constants == differs(name, "silu", release)
     apply = source_of(release, f"{FUSED_MOE}/experts/flashinfer_cutlass_moe.py", "FlashInferExperts", "apply")
     for given in ("fc1_expert_biases = self.w1_bias", "swiglu_alpha = self.gemm1_alpha", "ep_rank=self.ep_rank"):
         assert given in apply

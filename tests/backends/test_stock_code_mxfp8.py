@@ -31,7 +31,7 @@ from tests.lib.stock_rules import (
     backend,
     bases_of,
     converted,
-    departs,
+    differs,
     every_release,
     experts,
     gpu,
@@ -76,7 +76,7 @@ def test_hummings_conversion_knows_the_ungated_experts_it_gets(release: str) -> 
     text = humming_conversion(release)
     twice = "'shape_n': layer.moe_config.intermediate_size_per_partition * 2" in text
     assert twice != ("(2 if is_gated else 1)" in text)
-    assert twice == departs("humming_mxfp8", "silu_no_mul", release)
+    assert twice == differs("humming_mxfp8", "silu_no_mul", release)
 
 
 @every_release

@@ -1,7 +1,7 @@
 """What backends take, against the vLLM classes that they wrap, in every supported release.
 
 Pieces of each release run from its sources; see `tests.lib.stock_code`. Where a backend refuses what its class claims,
-the backend names the reason in its `departures`.
+the backend names the reason in its `stock_differences`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.lib.stock_rules import (
     backend,
     bases_of,
     claims_activation,
-    departs,
+    differs,
     disagreement,
     every_release,
     has_class,
@@ -37,11 +37,11 @@ from tests.lib.stock_rules import (
     skip_unless_taken,
     stock_kernels,
     stock_of,
-    unknown_departures,
+    unknown_differences,
     usual,
     wrappers,
 )
-from vllm_moe_oracle.backends._stock import Departure
+from vllm_moe_oracle.backends._stock import StockDifference
 from vllm_moe_oracle.core.decision import ShardPlan
 from vllm_moe_oracle.core.problem import Activation, Routing
 from vllm_moe_oracle.oracle.registry import default_registry
@@ -69,8 +69,8 @@ def test_a_release_without_the_kernel_is_refused(name: str, release: str) -> Non
     kernels = stock_kernels(release, backend(name).schemes[0])
     found = f"of {own.kernel} among {kernels}, the backend's is {own.stock_class}; refused by {codes}"
     if own.stock_class in kernels.get(own.kernel, ()):
-        assert bool(codes) == departs(name, "", release), found
-    elif departs(name, "unlisted", release):
+        assert bool(codes) == differs(name, "", release), found
+    elif differs(name, "unlisted", release):
         assert codes == set() and has_class(release, own.path, own.class_name), found
     else:
         assert "package" in codes, found
@@ -149,8 +149,8 @@ def test_formats_routing_lora_and_batch_invariance(name: str, release: str) -> N
     assert found.activation_format() is (formats.BatchedExperts if form == "batched" else formats.Standard)
     inherits = bases_of(release, name)
     assert backend(name).monolithic == ("mk.FusedMoEExpertsMonolithic" in inherits)
-    mixed_in, departed = "LoRAExpertsMixin" in inherits, departs(name, "lora", release)
-    assert limits.lora == (mixed_in and not departed) and mixed_in >= departed
+    mixed_in, declared = "LoRAExpertsMixin" in inherits, differs(name, "lora", release)
+    assert limits.lora == (mixed_in and not declared) and mixed_in >= declared
     # What vLLM claims is believed where this project has proven it, too.
     claimed = getattr(found, "_supports_batch_invariance", bool)()
     assert claimed or not limits.batch_invariant
@@ -166,10 +166,10 @@ def test_moving_experts(name: str, release: str) -> None:
     claimed = {moves: bool(found._supports_parallel_config(plain.having(enable_eplb=moves))) for moves in (False, True)}
     assert claimed[False]
     # The grouped kernels' home is expert parallelism, which is none of the questions here.
-    departed = departs(name, "eplb", release)
+    declared = differs(name, "eplb", release)
     assert "eplb" not in refused(name, release, eplb=False)
-    assert ("eplb" not in refused(name, release, eplb=True)) == (claimed[True] and not departed)
-    assert claimed[True] >= departed
+    assert ("eplb" not in refused(name, release, eplb=True)) == (claimed[True] and not declared)
+    assert claimed[True] >= declared
 
 
 class Parallel:
@@ -187,40 +187,46 @@ class Parallel:
 
 @some_releases(DEFAULT_RELEASE)
 @every_backend
-def test_departures_are_of_what_is_compared(release: str, name: str) -> None:
+def test_differences_are_of_what_is_compared(release: str, name: str) -> None:
     routing = [each.name.lower() for each in routing_methods(release)]
     known = {*ACTIVATIONS, *routing, *(f"sm_{each}" for each in CAPABILITIES), "lora", "eplb", "unlisted"}
     if name in ROUNDED:
         known.add("sizes")
-    assert not unknown_departures(CLASSES[name].departures, known)
+    assert not unknown_differences(CLASSES[name].stock_differences, known)
 
 
-def test_a_wrong_departure_is_named_with_the_nearest_word() -> None:
+def test_a_wrong_difference_is_named_with_the_nearest_word() -> None:
     known = {*ACTIVATIONS, "lora"}
-    found = unknown_departures(
-        [Departure(("gelutanh",), "it would"), Departure(("lora",), ""), Departure(("lora",), "it would", "0.0.1"),
-         Departure((), "it would"), Departure(("silu",), "it would")], known,
-    )  # fmt: skip
+    found = unknown_differences(
+        [
+            StockDifference(("gelutanh",), "it would"),
+            StockDifference(("lora",), ""),
+            StockDifference(("lora",), "it would", "0.0.1"),
+            StockDifference((), "it would"),
+            StockDifference(("silu",), "it would"),
+        ],
+        known,
+    )
     assert [each.partition("Known are")[0].partition(": give")[0] for each in found] == [
-        "the departure 'gelutanh' is of nothing that is compared. Did you mean gelu_tanh? ",
-        "the departure ('lora',) has no reason",
-        "the departure ('lora',) ends before '0.0.1', which is no supported release. ",
-        "the departure () holds for every layer of every release",
+        "the difference 'gelutanh' is of nothing that is compared. Did you mean gelu_tanh? ",
+        "the difference ('lora',) has no reason",
+        "the difference ('lora',) ends before '0.0.1', which is no supported release. ",
+        "the difference () holds for every layer of every release",
     ]
 
 
 def test_a_disagreement_says_who_says_what_and_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     name, what, release = "marlin_mxfp8", "silu", NEWEST
     stock = f"{CLASSES[name].class_name} of vLLM {release}"
-    departing = CLASSES[name]._replace(departures=(Departure((what,), "it would"),))
-    plain = CLASSES[name]._replace(departures=())
+    differing = CLASSES[name]._replace(stock_differences=(StockDifference((what,), "it would"),))
+    plain = CLASSES[name]._replace(stock_differences=())
     for wrapped, codes, claimed, words in (
         (plain, {"activation"}, False, ""),
         (plain, set(), True, ""),
-        (departing, {"activation"}, True, ""),
+        (differing, {"activation"}, True, ""),
         (plain, set(), False, f"takes it, and {stock} does not claim it. Take it out of the backend's capabilities"),
         (plain, {"activation"}, True, f"refuses it (activation), and {stock} claims it. Add it to the backend's"),
-        (departing, set(), True, "Its departures name what it takes: remove 'silu' from them"),
+        (differing, set(), True, "Its stock_differences name what it takes: remove 'silu' from them"),
     ):
         monkeypatch.setitem(CLASSES, name, wrapped)
         found = disagreement(name, what, release, codes, claimed)
@@ -237,10 +243,10 @@ def test_a_class_that_is_none_of_experts_is_named(release: str, monkeypatch: pyt
 
 @some_releases(NEWEST)
 @every_backend
-def test_what_vllm_no_longer_claims_is_no_departure(release: str, name: str) -> None:
+def test_what_vllm_no_longer_claims_is_no_difference(release: str, name: str) -> None:
     """LoRA and EPLB are compared above."""
     methods = {each.name.lower(): each for each in routing_methods(release)}
-    for what in [what for each in CLASSES[name].departures for what in each.what]:
+    for what in [what for each in CLASSES[name].stock_differences for what in each.what]:
         found, names = stock_of(release, name, int(what[3:]) if what.startswith("sm_") else home(name))
         if what.startswith("sm_"):
             assert found._supports_current_device(), (name, what)
@@ -283,12 +289,12 @@ def test_sizes_are_rounded_as_stock_rounds_them(release: str, name: str) -> None
         assert bool(plan.notes) == (found != (hidden, inner))
         expected = tuple(names["mxfp4_round_up_hidden_size_and_intermediate_size"](kind, hidden, inner))
         same.append(found == expected)
-        if departs(name, "sizes", release):
+        if differs(name, "sizes", release):
             assert all(ours <= theirs for ours, theirs in zip(found, expected, strict=True)), (hidden, inner)
             assert found[0] % limits.hidden_multiple == 0 and found[1] % limits.intermediate_multiple == 0
         else:
             assert found == expected, (hidden, inner)
-    assert all(same) != departs(name, "sizes", release)
+    assert all(same) != differs(name, "sizes", release)
 
 
 @every_release

@@ -30,7 +30,7 @@ from tests.lib.stock_code import (
 )
 from vllm_moe_oracle import schemes
 from vllm_moe_oracle.backends import Backend
-from vllm_moe_oracle.backends._stock import Departure, StockBackend
+from vllm_moe_oracle.backends._stock import StockBackend, StockDifference
 from vllm_moe_oracle.core.problem import (
     Activation,
     ActivationPrecision,
@@ -75,13 +75,13 @@ class Wrapped(NamedTuple):
         path: of the class's file, below a release's folder.
         class_name: the class.
         kernel: its kernel's name in vLLM's oracle for the scheme.
-        departures: where the backend departs from what vLLM claims.
+        stock_differences: where the backend differs from what vLLM claims.
     """
 
     path: str
     class_name: str
     kernel: str
-    departures: tuple[Departure, ...]
+    stock_differences: tuple[StockDifference, ...]
 
     @property
     def stock_class(self) -> str:
@@ -91,7 +91,7 @@ class Wrapped(NamedTuple):
 
 def _wrapped(own: StockBackend) -> Wrapped:
     module, _, class_name = own.stock_class.partition(":")
-    return Wrapped(f"{module.replace('.', '/')}.py", class_name, own.stock_kernel, own.departures)
+    return Wrapped(f"{module.replace('.', '/')}.py", class_name, own.stock_kernel, own.stock_differences)
 
 
 CLASSES = {
@@ -107,17 +107,17 @@ def wrappers(*schemes: SchemeName) -> list[str]:
     return [name for name in CLASSES if set(backend(name).schemes) & set(schemes)]
 
 
-def departs(name: str, what: str, release: str) -> bool:
-    """Whether a backend says that it departs in a release from what vLLM claims.
+def differs(name: str, what: str, release: str) -> bool:
+    """Whether a backend says that it differs in a release from what vLLM claims.
 
     Args:
         name: the backend's.
-        what: one of `Departure.what`; "" for every layer.
+        what: one of `StockDifference.what`; "" for every layer.
         release: vLLM's version.
     """
     return any(
         (what in each.what if what else not each.what) and (not each.before or number(release) < number(each.before))
-        for each in CLASSES[name].departures
+        for each in CLASSES[name].stock_differences
     )
 
 
@@ -126,42 +126,43 @@ def disagreement(name: str, what: str, release: str, codes: Collection[str], cla
 
     Args:
         name: the backend's.
-        what: one of `Departure.what`.
+        what: one of `StockDifference.what`.
         release: vLLM's version.
         codes: the backend's reasons against it; empty where it takes it.
         claimed: whether the class claims it.
     """
-    taken, departed = not codes, departs(name, what, release)
+    taken, declared = not codes, differs(name, what, release)
     stock = f"{CLASSES[name].class_name} of vLLM {release}"
     refusing = "takes it" if taken else f"refuses it ({', '.join(sorted(codes))})"
     said = f"{name}, {what}: the backend {refusing}, and {stock} {'claims' if claimed else 'does not claim'} it"
-    if departed and taken:
-        return f"{said}. Its departures name what it takes: remove {what!r} from them"
+    if declared and taken:
+        return f"{said}. Its stock_differences name what it takes: remove {what!r} from them"
     if taken and not claimed:
         return f"{said}. Take it out of the backend's capabilities"
-    if claimed and not taken and not departed:
-        return f"{said}. Add it to the backend's capabilities, or Departure(({what!r},), 'why') to its departures"
+    if claimed and not taken and not declared:
+        difference = f"StockDifference(({what!r},), 'why')"
+        return f"{said}. Add it to the backend's capabilities, or {difference} to its stock_differences"
     return ""
 
 
-def unknown_departures(departures: Iterable[Departure], known: Collection[str]) -> list[str]:
-    """What is wrong with a backend's departures: each that names nothing that is compared, with the nearest word, that
-    has no reason, or a release that is not supported."""
+def unknown_differences(stock_differences: Iterable[StockDifference], known: Collection[str]) -> list[str]:
+    """What is wrong with a backend's differences from stock: each that names nothing that is compared, with the nearest
+    word, that has no reason, or a release that is not supported."""
     found = []
-    for each in departures:
+    for each in stock_differences:
         found += [
-            f"the departure {what!r} is of nothing that is compared. {did_you_mean(what, known)}"
+            f"the difference {what!r} is of nothing that is compared. {did_you_mean(what, known)}"
             f"Known are {', '.join(sorted(known))}"
             for what in each.what
             if what not in known
         ]
         if not each.why:
-            found.append(f"the departure {each.what} has no reason: give its `why`")
+            found.append(f"the difference {each.what} has no reason: give its `why`")
         if each.before and each.before not in RELEASES:
-            rule = f"the departure {each.what} ends before {each.before!r}, which is no supported release"
+            rule = f"the difference {each.what} ends before {each.before!r}, which is no supported release"
             found.append(f"{rule}. Known are {', '.join(RELEASES)}")
         if not each.before and not {*each.what} - {"unlisted"}:
-            found.append(f"the departure {each.what} holds for every layer of every release: give `before`")
+            found.append(f"the difference {each.what} holds for every layer of every release: give `before`")
     return found
 
 

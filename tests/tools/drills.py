@@ -212,7 +212,7 @@ from ..core.decision import Numerics, ShardPlan
 from ..core.problem import MX_BLOCK, Problem
 from ..releases import min_versions
 from ._contract import Tensors
-from ._stock import EXPERTS, UNPROVEN_EPLB, Departure, StockBackend
+from ._stock import EXPERTS, UNPROVEN_EPLB, StockDifference, StockBackend
 from ._stock_rules import gpt_oss_activation_rule
 from .cpu_mxfp4 import CpuMxfp4
 
@@ -227,9 +227,9 @@ class CpuMxfp4Class(StockBackend):
     schemes = ("mxfp4",)
     stock_class = f"{EXPERTS}.cpu_moe:CPUExpertsMxfp4"
     stock_kernel = "CPU"
-    departures = (
-        Departure(("silu", "gelu", "gelu_tanh"), "nobody has run the class with it"),
-        Departure((), "the class routes tokens itself", before=min_versions.CPU_INT4_ROUTED_IDS),
+    stock_differences = (
+        StockDifference(("silu", "gelu", "gelu_tanh"), "nobody has run the class with it"),
+        StockDifference((), "the class routes tokens itself", before=min_versions.CPU_INT4_ROUTED_IDS),
         UNPROVEN_EPLB,
     )
     static_priority = 85.0
@@ -394,7 +394,7 @@ DRILLS: Mapping[str, Drill] = {
             "the class runs on no GPU": edit(_WRAPPER, 'devices=("cpu",)', 'devices=("cuda",)'),
             "a refusal has no reason": edit(_WRAPPER, '("silu", ', "("),
             "a reason is for nothing": edit(
-                _WRAPPER, "UNPROVEN_EPLB,\n", 'UNPROVEN_EPLB, Departure(("lora",), "slow"),\n'
+                _WRAPPER, "UNPROVEN_EPLB,\n", 'UNPROVEN_EPLB, StockDifference(("lora",), "slow"),\n'
             ),
             "its priority is taken": edit(_WRAPPER, "static_priority = 85.0", "static_priority = 80.0"),
             "its numerics are not declared": edit(_WRAPPER, "    arithmetic = ", "    arithmetics = "),

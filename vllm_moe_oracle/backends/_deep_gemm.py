@@ -13,7 +13,7 @@ from ..core.problem import E8M0_BIAS, Problem
 from ..errors import OracleError
 from ._contract import Builder, Tensors
 from ._padding import pad_expert
-from ._stock import Departure, StockBackend
+from ._stock import StockBackend, StockDifference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ class DeepGemmBackend(StockBackend):
     """A backend over one of vLLM's DeepGEMM classes."""
 
     vllm_names = ("deep_gemm",)
-    departures: ClassVar[tuple[Departure, ...]] = (Departure(("swiglustep",), ACTIVATED_APART),)
+    stock_differences: ClassVar[tuple[StockDifference, ...]] = (StockDifference(("swiglustep",), ACTIVATED_APART),)
 
     def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
         """Pads, and packs scales.

@@ -14,7 +14,7 @@ from ..releases import min_versions
 from ._contract import Tensors
 from ._flashinfer_trtllm import EVEN_SPLIT_RULE, LINEAR_PLACEMENT_RULE, NO_EXPERT_MAP
 from ._padding import pad_expert
-from ._stock import EXPERTS, Departure, StockBackend
+from ._stock import EXPERTS, StockBackend, StockDifference
 from ._stock_priority import gpt_oss_priority
 from ._stock_rules import GPT_OSS_ACTIVATION
 
@@ -85,11 +85,11 @@ class CutlassMxfp4Backend(StockBackend):
     padding = (SIZE_MULTIPLE, SIZE_MULTIPLE)
     padded_layer = True
     rules = RULES
-    departures = (
+    stock_differences = (
         NO_EXPERT_MAP,
-        Departure(("gelu_tanh",), "no checkpoint in MXFP4 has it, and the class was never run with it"),
-        Departure(("relu2_no_mul",), "vLLM's conversion takes the rows for two halves"),
-        Departure(("silu",), "computed with gpt-oss's constants", before=min_versions.CUTLASS_ACTIVATION_PARAMS),
+        StockDifference(("gelu_tanh",), "no checkpoint in MXFP4 has it, and the class was never run with it"),
+        StockDifference(("relu2_no_mul",), "vLLM's conversion takes the rows for two halves"),
+        StockDifference(("silu",), "computed with gpt-oss's constants", before=min_versions.CUTLASS_ACTIVATION_PARAMS),
     )
 
     def priority(self, problem: Problem, device: Device) -> float:

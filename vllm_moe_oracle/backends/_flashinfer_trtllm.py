@@ -10,7 +10,7 @@ from ..core.problem import E8M0_BIAS, MX_BLOCK, Problem
 from ..releases import min_versions
 from ._contract import Tensors
 from ._padding import pad_expert
-from ._stock import Departure
+from ._stock import StockDifference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,7 @@ LINEAR_PLACEMENT_RULE = Rule(
 )
 """For the same reason a rank's experts must be neighbors. vLLM's classes do not check it."""
 
-NO_EXPERT_MAP = Departure(("eplb",), "the class passes the kernel no map of experts, so that none may move")
+NO_EXPERT_MAP = StockDifference(("eplb",), "the class passes the kernel no map of experts, so that none may move")
 """Why backends refuse EPLB although vLLM's classes over FlashInfer claim it."""
 
 TOP_K_BELOW_EXPERTS_RULE = Rule(

@@ -17,7 +17,7 @@ from ..core.sharding import padded_plan
 from ..releases import min_versions
 from ._contract import Tensors
 from ._flashinfer_trtllm import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE, MX_CAPABILITIES, MX_RULES, to_trtllm_layout
-from ._stock import Departure, StockBackend
+from ._stock import StockBackend, StockDifference
 from ._stock_priority import gpt_oss_priority
 from ._stock_rules import HASHED_ROUTING_RULE
 
@@ -81,8 +81,8 @@ class TrtllmMxfp4Backend(StockBackend):
     padded_layer = True
     capabilities = CAPABILITIES
     rules: ClassVar[tuple[Rule, ...]] = RULES
-    departures: ClassVar[tuple[Departure, ...]] = (
-        Departure(("situ",), "needs a kernel that FlashInfer does not give to everybody"),
+    stock_differences: ClassVar[tuple[StockDifference, ...]] = (
+        StockDifference(("situ",), "needs a kernel that FlashInfer does not give to everybody"),
     )
 
     def plan(self, problem: Problem, device: Device) -> ShardPlan:

@@ -24,7 +24,7 @@ from ..core.sharding import loaded_group_size, round_up
 from ..releases import min_versions
 from ._contract import Builder, Tensors
 from ._padding import order_rows_for_stock
-from ._stock import EXPERTS, SM75_DEPARTURE, Departure, StockBackend
+from ._stock import EXPERTS, SM75_DIFFERENCE, StockBackend, StockDifference
 from ._stock_priority import prefers_humming
 from ._stock_rules import FROM_SM75, STOCK_UNGATED, activation_rule, integer_weights, swigluoai_rule
 
@@ -54,10 +54,10 @@ _MX = Capabilities(
 KernelKind = Literal["indexed", "grouped"]
 """How kernels find the rows of an expert's tokens."""
 
-_DEPARTURES_OF_KIND: dict[KernelKind, tuple[Departure, ...]] = {
+_DIFFERENCES_OF_KIND: dict[KernelKind, tuple[StockDifference, ...]] = {
     "indexed": (),
     "grouped": (
-        Departure(
+        StockDifference(
             (),
             "the grouped kernels run only where an environment variable asks for them",
             before=min_versions.HUMMING_GROUPED,
@@ -98,13 +98,13 @@ class HummingWeights:
         scheme: the scheme.
         capabilities: layers that the library supports.
         rules: conditions on layers and releases.
-        departures: what the classes claim and the backends refuse; see `StockBackend`.
+        stock_differences: what the classes claim and the backends refuse; see `StockBackend`.
     """
 
     scheme: SchemeName
     capabilities: Capabilities
     rules: tuple[Rule, ...]
-    departures: tuple[Departure, ...]
+    stock_differences: tuple[StockDifference, ...]
 
 
 WNA16 = HummingWeights(
@@ -119,7 +119,7 @@ WNA16 = HummingWeights(
         act_orders=("none", "static"),
     ),
     (activation_rule(swigluoai_since=min_versions.HUMMING_UNINTERLEAVED),),
-    (Departure(("situ", "swiglustep"), "the library has a kernel of its own for it, which nobody has run"),),
+    (StockDifference(("situ", "swiglustep"), "the library has a kernel of its own for it, which nobody has run"),),
 )
 """Integer weights."""
 
@@ -128,9 +128,9 @@ MXFP4 = HummingWeights(
     dataclasses.replace(_MX, bits=(4,)),
     (swigluoai_rule(halves_since=min_versions.HUMMING_UNINTERLEAVED),),
     (
-        *WNA16.departures,
-        SM75_DEPARTURE,
-        Departure(
+        *WNA16.stock_differences,
+        SM75_DIFFERENCE,
+        StockDifference(
             ("sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
             "the order of the codes depends on the CUDA compiler that the library finds",
         ),
@@ -157,8 +157,8 @@ MXFP8 = HummingWeights(
         ),
     ),
     (
-        *MXFP4.departures,
-        Departure(
+        *MXFP4.stock_differences,
+        StockDifference(
             tuple(f"{name}_no_mul" for name in STOCK_UNGATED),
             "vLLM's conversion takes their first matrix for one of twice as many rows",
             before=min_versions.HUMMING_NON_GATED,
@@ -252,14 +252,14 @@ class HummingBackend(StockBackend):
 
     Attributes:
         preferred_priority: its `priority` on devices where vLLM moves Humming directly before Marlin.
-        more_departures: those of this backend alone.
+        more_differences: those of this backend alone.
     """
 
     vllm_names = ("humming",)
     stock_kernel = "HUMMING"
     activation_precision = "16bit"
     preferred_priority: ClassVar[float]
-    more_departures: ClassVar[tuple[Departure, ...]] = ()
+    more_differences: ClassVar[tuple[StockDifference, ...]] = ()
 
     def __init_subclass__(cls, weights: HummingWeights | None = None, kernels: KernelKind | None = None) -> None:
         super().__init_subclass__()
@@ -269,7 +269,7 @@ class HummingBackend(StockBackend):
         cls.stock_class = f"{EXPERTS}.fused_humming_moe:Humming{kernels.title()}Experts"
         cls.capabilities = weights.capabilities
         cls.rules = (*weights.rules, _kernel_kind_rule(kernels))
-        cls.departures = (*weights.departures, *_DEPARTURES_OF_KIND[kernels], *cls.more_departures)
+        cls.stock_differences = (*weights.stock_differences, *_DIFFERENCES_OF_KIND[kernels], *cls.more_differences)
 
     def priority(self, problem: Problem, device: Device) -> float:
         """Directly before Marlin on sm_90, as in stock vLLM."""

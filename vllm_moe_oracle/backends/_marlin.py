@@ -14,7 +14,7 @@ from ..core.decision import ShardPlan
 from ..core.problem import MX_BLOCK, Problem
 from ._contract import Builder, Tensors
 from ._padding import order_rows_for_stock, pad_expert
-from ._stock import SM75_DEPARTURE, Departure, StockBackend
+from ._stock import SM75_DIFFERENCE, StockBackend, StockDifference
 from ._stock_rules import FROM_SM80, STOCK_GATED, STOCK_UNGATED
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class MarlinBackend(StockBackend):
 class MarlinMxBackend(MarlinBackend):
     """Marlin on e4m3 or e2m1 weights with e8m0 scales per 32."""
 
-    departures: ClassVar[tuple[Departure, ...]] = (SM75_DEPARTURE,)
+    stock_differences: ClassVar[tuple[StockDifference, ...]] = (SM75_DIFFERENCE,)
 
     def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
         """Pads, then repacks codes, scales and biases.

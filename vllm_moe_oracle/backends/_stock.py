@@ -26,7 +26,7 @@ def schema_arguments(operator: Any) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class StockDifference:
     """A difference between what vLLM claims for an expert class and what the backend over it takes.
 
     Attributes:
@@ -43,12 +43,12 @@ class Departure:
     before: str = ""
 
 
-SM75_DEPARTURE = Departure(("sm_75",), "bfloat16 needs sm_80, and the kernels have no float16 with e8m0 scales")
+SM75_DIFFERENCE = StockDifference(("sm_75",), "bfloat16 needs sm_80, and the kernels have no float16 with e8m0 scales")
 """Why backends over classes that claim MX formats from Turing on begin with Ampere."""
 
 
-UNPROVEN_EPLB = Departure(("eplb",), "not shown here: nobody has moved its experts while it serves")
-UNPROVEN_LORA = Departure(("lora",), "not shown here: nobody has run it with adapters")
+UNPROVEN_EPLB = StockDifference(("eplb",), "not shown here: nobody has moved its experts while it serves")
+UNPROVEN_LORA = StockDifference(("lora",), "not shown here: nobody has run it with adapters")
 
 
 class StockBackend(Backend):
@@ -56,7 +56,7 @@ class StockBackend(Backend):
 
     Attributes:
         stock_kernel: name of the kernel in vLLM's oracle for the scheme: a member of its enumeration.
-        departures: every difference between what vLLM claims for the class and what the backend takes.
+        stock_differences: every difference between what vLLM claims for the class and what the backend takes.
         stock_weights: the weight type in the class's quant config, named as in `Builder.stock`; "" for the scheme's.
         quantize_inputs: the type to which vLLM's prepare step quantizes activations, in the words of `Builder.stock`;
             "" to leave them alone.
@@ -66,7 +66,7 @@ class StockBackend(Backend):
     """
 
     stock_kernel: ClassVar[str]
-    departures: ClassVar[tuple[Departure, ...]] = ()
+    stock_differences: ClassVar[tuple[StockDifference, ...]] = ()
     stock_weights: ClassVar[str] = ""
     quantize_inputs: ClassVar[str] = ""
     swizzle_input_scales: ClassVar[bool] = False

@@ -19,7 +19,7 @@ from ..core.sharding import round_up
 from ..releases import min_versions
 from ._contract import Builder, Tensors
 from ._padding import order_rows_for_stock, pad_expert
-from ._stock import Departure, StockBackend
+from ._stock import StockBackend, StockDifference
 from ._stock_priority import gpt_oss_priority
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ class TritonKernelsBackend(StockBackend):
 
     schemes = ("mxfp4",)
     stock_kernel = "TRITON"
-    departures: ClassVar[tuple[Departure, ...]] = (Departure(("sm_110",), "nobody has run the package on it"),)
+    stock_differences: ClassVar[tuple[StockDifference, ...]] = (
+        StockDifference(("sm_110",), "nobody has run the package on it"),
+    )
     activation_precision = "16bit"
     triton_release_error = 0.1
     arithmetic = Numerics(

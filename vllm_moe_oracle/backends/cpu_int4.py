@@ -18,7 +18,7 @@ from ..core.problem import Problem
 from ..core.sharding import loaded_group_size
 from ..releases import min_versions
 from ._contract import Tensors
-from ._stock import EXPERTS, UNPROVEN_EPLB, Departure, StockBackend
+from ._stock import EXPERTS, UNPROVEN_EPLB, StockBackend, StockDifference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,10 +34,10 @@ class CpuInt4(StockBackend):
     schemes = ("wna16",)
     stock_class = f"{EXPERTS}.cpu_moe:CPUExpertsInt4"
     stock_kernel = "CPU"
-    departures = (
+    stock_differences = (
         UNPROVEN_EPLB,
-        Departure(("gelu_tanh",), "nobody measured it, and the operator is not told"),
-        Departure((), "the class routes tokens itself", before=min_versions.CPU_INT4_ROUTED_IDS),
+        StockDifference(("gelu_tanh",), "nobody measured it, and the operator is not told"),
+        StockDifference((), "the class routes tokens itself", before=min_versions.CPU_INT4_ROUTED_IDS),
     )
     static_priority = 80.0
     activation_precision = "int8"

@@ -10,7 +10,7 @@ from ..core.decision import Numerics
 from ..core.problem import MX_BLOCK
 from ..releases import min_versions
 from ._deep_gemm import ACTIVATED_APART, SIZE_MULTIPLE, DeepGemmBackend
-from ._stock import EXPERTS, UNPROVEN_EPLB, Departure
+from ._stock import EXPERTS, UNPROVEN_EPLB, StockDifference
 from ._stock_rules import SILU_RULE
 
 
@@ -29,11 +29,11 @@ class DeepGemmMxfp4(DeepGemmBackend):
     padding = (SIZE_MULTIPLE, SIZE_MULTIPLE)
     quantize_inputs = "fp8_block128"
     padded_layer = True
-    departures = (
-        *DeepGemmBackend.departures,
-        Departure(("situ",), ACTIVATED_APART),
+    stock_differences = (
+        *DeepGemmBackend.stock_differences,
+        StockDifference(("situ",), ACTIVATED_APART),
         UNPROVEN_EPLB,
-        Departure(
+        StockDifference(
             (), "vLLM's scales are float32, which DeepGEMM packs at every call", min_versions.DEEP_GEMM_MXFP4_PACKED
         ),
     )

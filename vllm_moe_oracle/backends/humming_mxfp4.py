@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..releases import min_versions
 from ._humming import MXFP4, HummingBackend
-from ._stock import Departure
+from ._stock import StockDifference
 
 
 class HummingMxfp4(HummingBackend, weights=MXFP4, kernels="indexed"):
@@ -13,8 +13,8 @@ class HummingMxfp4(HummingBackend, weights=MXFP4, kernels="indexed"):
     name = "humming_mxfp4"
     static_priority = 72.0
     preferred_priority = 52.0
-    more_departures = (
-        Departure((), "brings a humming-kernels that nobody here has looked at", before=min_versions.HUMMING),
+    more_differences = (
+        StockDifference((), "brings a humming-kernels that nobody here has looked at", before=min_versions.HUMMING),
     )
 
 

@@ -12,7 +12,7 @@ from ..core.decision import Numerics
 from ..core.problem import Device, Problem
 from ..releases import min_versions
 from ._marlin import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE, MX_CAPABILITIES, MarlinMxBackend
-from ._stock import EXPERTS, Departure
+from ._stock import EXPERTS, StockDifference
 from ._stock_priority import marlin_mxfp4_priority
 from ._stock_rules import lora_rule, swigluoai_rule
 
@@ -26,7 +26,10 @@ class MarlinMxfp4(MarlinMxBackend):
     static_priority = 60.0
     padding = (HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE)
     padded_layer = True
-    departures = (*MarlinMxBackend.departures, Departure(("sizes",), "the operator needs whole tiles only"))
+    stock_differences = (
+        *MarlinMxBackend.stock_differences,
+        StockDifference(("sizes",), "the operator needs whole tiles only"),
+    )
     arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}")
     capabilities = dataclasses.replace(MX_CAPABILITIES, bits=(4,))
     rules = (swigluoai_rule(halves_since=min_versions.MARLIN_UNINTERLEAVED), lora_rule(padding))

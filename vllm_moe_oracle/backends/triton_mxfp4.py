@@ -16,7 +16,7 @@ class TritonMxfp4(TritonKernelsBackend):
     name = "triton_mxfp4"
     vllm_names = ("triton",)
     stock_class = f"{EXPERTS}.gpt_oss_triton_kernels_moe:OAITritonExperts"
-    departures = (*TritonKernelsBackend.departures, UNPROVEN_EPLB)
+    stock_differences = (*TritonKernelsBackend.stock_differences, UNPROVEN_EPLB)
     static_priority = 31.0
     sm120_priority = 63.0
     rules = (*RULES, EMPTY_SLOTS_RULE, gpt_oss_activation_rule("OAITritonExperts"))

@@ -10,7 +10,7 @@ import dataclasses
 from ..core.capabilities import Rule
 from ..core.problem import Device, Problem
 from ..releases import min_versions
-from ._stock import EXPERTS, UNPROVEN_EPLB, UNPROVEN_LORA, Departure
+from ._stock import EXPERTS, UNPROVEN_EPLB, UNPROVEN_LORA, StockDifference
 from ._stock_rules import activation_rule, lacks_parameters_of_swigluoai
 from ._triton_kernels import EMPTY_SLOTS_RULE, RULES, TritonKernelsBackend
 
@@ -37,11 +37,11 @@ class TritonMxfp4Unfused(TritonKernelsBackend):
     vllm_names = ("triton_unfused",)
     stock_class = f"{EXPERTS}.gpt_oss_triton_kernels_moe:UnfusedOAITritonExperts"
     stock_kernel = "TRITON_UNFUSED"
-    departures = (
-        *TritonKernelsBackend.departures,
+    stock_differences = (
+        *TritonKernelsBackend.stock_differences,
         UNPROVEN_EPLB,
         UNPROVEN_LORA,
-        Departure(("swiglustep",), "nobody has run it between these products"),
+        StockDifference(("swiglustep",), "nobody has run it between these products"),
     )
     # vLLM lists it nowhere: it runs only where it is asked for.
     static_priority = 90.0

@@ -16,7 +16,7 @@ from ..core.sharding import loaded_group_size
 from ..releases import min_versions
 from ._contract import Tensors
 from ._padding import pad_expert
-from ._stock import EXPERTS, UNPROVEN_LORA, Departure, StockBackend
+from ._stock import EXPERTS, UNPROVEN_LORA, StockBackend, StockDifference
 from ._stock_rules import FROM_SM75, STOCK_GATED, STOCK_UNGATED, activation_rule, limit_rule
 
 if TYPE_CHECKING:
@@ -34,10 +34,12 @@ class TritonWna16(StockBackend):
     vllm_names = ("triton",)
     stock_class = f"{EXPERTS}.triton_moe:TritonWNA16Experts"
     stock_kernel = "TRITON"
-    departures = (
+    stock_differences = (
         UNPROVEN_LORA,
-        Departure(("sm_70",), "vLLM has no kernels of its own for it"),
-        Departure(("unlisted",), "vLLM runs the same kernel by a function", before=min_versions.TRITON_WNA16_LISTED),
+        StockDifference(("sm_70",), "vLLM has no kernels of its own for it"),
+        StockDifference(
+            ("unlisted",), "vLLM runs the same kernel by a function", before=min_versions.TRITON_WNA16_LISTED
+        ),
     )
     static_priority = 40.0
     activation_precision = "16bit"

@@ -13,7 +13,7 @@ class TrtllmMxfp4Bf16(TrtllmMxfp4Backend):
     name = "trtllm_mxfp4"
     stock_class = f"{EXPERTS}.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsModular"
     stock_kernel = "FLASHINFER_TRTLLM_MXFP4_BF16"
-    departures = (*TrtllmMxfp4Backend.departures, NO_EXPERT_MAP)
+    stock_differences = (*TrtllmMxfp4Backend.stock_differences, NO_EXPERT_MAP)
     static_priority = 11.0
 
 

@@ -13,7 +13,7 @@ class TrtllmMxfp4Mxfp8(TrtllmMxfp4Backend):
     name = "trtllm_mxfp4_a8"
     stock_class = f"{EXPERTS}.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsModular"
     stock_kernel = "FLASHINFER_TRTLLM_MXFP4_MXFP8"
-    departures = (*TrtllmMxfp4Backend.departures, NO_EXPERT_MAP)
+    stock_differences = (*TrtllmMxfp4Backend.stock_differences, NO_EXPERT_MAP)
     static_priority = 21.0
     activation_precision = "mxfp8"
     arithmetic = MXFP8_ARITHMETIC

@@ -15,7 +15,7 @@ from ..core.problem import Problem
 from ..releases import min_versions
 from ._contract import Tensors
 from ._flashinfer_trtllm import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE, MX_CAPABILITIES, MX_RULES, to_trtllm_layout
-from ._stock import EXPERTS, Departure, StockBackend
+from ._stock import EXPERTS, StockBackend, StockDifference
 from ._stock_rules import activation_rule, limit_rule
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ class TrtllmMxfp8(StockBackend):
         max_experts=2048,
     )
     rules: ClassVar[tuple[Rule, ...]] = RULES
-    departures: ClassVar[tuple[Departure, ...]] = (
-        Departure(("relu2_no_mul",), "the class never passes the activation to the kernel"),
-        Departure((), "the class takes SiLU alone", before=min_versions.TRTLLM_MXFP8),
+    stock_differences: ClassVar[tuple[StockDifference, ...]] = (
+        StockDifference(("relu2_no_mul",), "the class never passes the activation to the kernel"),
+        StockDifference((), "the class takes SiLU alone", before=min_versions.TRTLLM_MXFP8),
     )
 
     def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:

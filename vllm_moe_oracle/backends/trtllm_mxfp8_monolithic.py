@@ -11,7 +11,7 @@ import dataclasses
 from ..core.capabilities import Rule
 from ..core.problem import Device, Problem
 from ..releases import min_versions
-from ._stock import EXPERTS, Departure
+from ._stock import EXPERTS, StockDifference
 from ._stock_rules import HASHED_ROUTING_RULE
 from .trtllm_mxfp8 import RULES, TrtllmMxfp8
 
@@ -46,8 +46,10 @@ class TrtllmMxfp8Monolithic(TrtllmMxfp8):
     monolithic = True
     stock_class = f"{EXPERTS}.trtllm_fp8_moe:TrtLlmFp8ExpertsMonolithic"
     static_priority = 10.0
-    departures = (
-        Departure((), "the class passes groups of 0 to a kernel that wants none", before=min_versions.TRTLLM_MXFP8),
+    stock_differences = (
+        StockDifference(
+            (), "the class passes groups of 0 to a kernel that wants none", before=min_versions.TRTLLM_MXFP8
+        ),
     )
     capabilities = dataclasses.replace(
         TrtllmMxfp8.capabilities,

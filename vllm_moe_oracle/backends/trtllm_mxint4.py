@@ -22,7 +22,7 @@ from ._flashinfer_trtllm import (
     TOP_K_BELOW_EXPERTS_RULE,
 )
 from ._padding import pad_expert
-from ._stock import EXPERTS, Departure, StockBackend
+from ._stock import EXPERTS, StockBackend, StockDifference
 from ._stock_rules import HASHED_ROUTING_RULE, activation_rule
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ class TrtllmMxint4(StockBackend):
     stock_class = f"{EXPERTS}.trtllm_mxint4_moe:TrtLlmMxint4ExpertsMonolithic"
     stock_weight_key = "kInt4Static32"
     stock_kernel = "FLASHINFER_TRTLLM"
-    departures = (
-        Departure(("llama4",), "its routing multiplies the input, which the class passes nobody"),
-        Departure((), "the class claims no activation", before=min_versions.TRTLLM_MXINT4_SILU),
+    stock_differences = (
+        StockDifference(("llama4",), "its routing multiplies the input, which the class passes nobody"),
+        StockDifference((), "the class claims no activation", before=min_versions.TRTLLM_MXINT4_SILU),
     )
     static_priority = 70.0
     activation_precision = "16bit"
