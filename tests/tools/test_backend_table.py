@@ -268,7 +268,7 @@ def test_the_rows_that_choose_hummings_kernels(layer: str, rows: set[int]) -> No
     humming = default_registry()["humming_mxfp8"]
     plan = ShardPlan(problem.hidden_size, problem.intermediate_size)
     # All that a GPU's check calls, repeated and large calls among them, and the largest call of late hand-overs.
-    planned = self_check._plan_calls(humming, problem, small, plan, (), 1 << 20, weights, [0])
+    planned = self_check._plan_calls(humming, problem, small, plan, (), 1 << 20, weights, [0], inputs.NUM_TOKENS)
     tokens = {len(each) for each, _ in planned}
     assert {1, 2, 4, 8, 32, 64, 65, inputs.LARGE_CALL} <= tokens
     tokens |= set(inputs.call_counts([], 1 << 20)) | {inputs.MAX_LARGE_CALL}
