@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 MODEL_CODE = {
+    "AliceAIForCausalLM": "model_executor/models/alice_ai.py",
     "InternS2MobiusForConditionalGeneration": "model_executor/models/interns2_mobius.py",
     "InternS2PreviewForConditionalGeneration": "model_executor/models/qwen3_5.py",
     "MiniMaxM3SparseForCausalLM": "models/minimax_m3",
