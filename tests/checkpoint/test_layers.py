@@ -124,67 +124,6 @@ def test_kimi_k3(explain: Any) -> None:
     assert codes_of("marlin_mxfp8", nothing, H200) == {"activation.parameters"}
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "scoring", "renormalize", "groups", "bias"),
-    [
-        ("qwen3-30b-a3b", "renormalizenaive", "softmax", True, (None, None), False),
-        ("minimax-m2", "minimax2", "sigmoid", True, (None, None), True),
-        ("minimax-m3", "minimax2", "sigmoid", True, (None, None), True),
-        ("nemotron-3-nano-30b-a3b", "deepseekv3", "sigmoid", True, (1, 1), True),
-        ("deepseek-v3", "deepseekv3", "sigmoid", True, (8, 4), True),
-        ("kimi-k2-thinking", "deepseekv3", "sigmoid", True, (1, 1), True),
-        ("mixtral-8x7b", "renormalizenaive", "softmax", True, (None, None), False),
-        ("glm-4.5", "deepseekv3", "sigmoid", True, (1, 1), True),
-        ("llama-4-maverick", "llama4", "sigmoid", False, (None, None), False),
-    ],
-)
-def test_routing(
-    name: str, method: str, scoring: str, renormalize: bool, groups: tuple[int | None, ...], bias: bool, explain: Any
-) -> None:
-    routing = explain(quantized(name)).problems[0].routing
-    assert (routing.method, routing.scoring, routing.renormalize) == (method, scoring, renormalize)
-    assert ((routing.num_groups, routing.top_k_groups), routing.correction_bias) == (groups, bias)
-    assert routing.apply_router_weight_on_input == (name == "llama-4-maverick")
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields", "method", "renormalize", "groups", "bias"),
-    [
-        ("jamba", {}, "default", False, None, False),
-        ("phimoe", {}, "default", False, None, False),
-        ("olmoe", {"norm_topk_prob": True}, "default", False, None, False),
-        ("qwen3_moe", {}, "default", False, None, False),  # what the config's class has for a missing field
-        # As transformers' module of the model, which vLLM runs.
-        ("dots1", {"scoring_func": "noaux_tc", "norm_topk_prob": True, "n_group": 1, "topk_group": 1}, "deepseekv3",
-         True, 1, True),
-        ("qwen3_next", {}, "renormalizenaive", True, None, False),
-        ("afmoe", {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}, "deepseekv3", True, 1,
-         True),
-        ("step3p5", {"moe_router_activation": "sigmoid", "norm_expert_weight": True}, "minimax2", True, None, True),
-        ("step3_text", {"norm_expert_weight": False}, "default", False, None, False),
-        ("lfm2_moe", {"use_expert_bias": True}, "deepseekv3", True, 1, True),
-        ("lfm2_moe", {"use_expert_bias": False}, "sigmoidrenorm", True, 1, False),
-    ],
-)  # fmt: skip
-def test_routing_that_a_models_code_decides(
-    kind: str, fields: dict[str, Any], method: str, renormalize: bool, groups: int | None, bias: bool, explain: Any
-) -> None:
-    """As the calls of `FusedMoE` in vLLM's files of these models have it, in 0.23 to 0.33."""
-    data = quantized("qwen3-30b-a3b", model_type=kind, norm_topk_prob=None) | fields
-    routing = explain(data).problems[0].routing
-    assert (routing.method, routing.renormalize, routing.correction_bias) == (method, renormalize, bias)
-    assert (routing.num_groups, routing.top_k_groups) == (groups, groups)
-
-
-def test_routing_by_table_and_by_square_root_of_softplus(explain: Any) -> None:
-    data = quantized("deepseek-v3", model_type="deepseek_v4", scoring_func="sqrtsoftplus", num_hash_layers=4)
-    first, *_, last = explain(data).problems
-    assert first.layer == "model.layers.3.ffn.experts"
-    assert (first.routing.hash_routing, first.routing.correction_bias) == (True, False)
-    assert (last.routing.hash_routing, last.routing.correction_bias) == (False, True)
-    assert {first.routing.method, last.routing.method} == {"deepseekv4"}
-
-
 def test_layers_for_multi_token_prediction_are_told_from_the_models(explain: Any) -> None:
     """DeepSeek-V3 as it is published, in fp8."""
     published = json.loads((CONFIGS / "deepseek-v3.json").read_text())
@@ -367,13 +306,6 @@ def test_actorder_must_be_a_string(order: object, explain: Any) -> None:
     weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128, "actorder": order}
     with pytest.raises(CheckpointError, match="unknown actorder"):
         explain(config(quantization_config=compressed(group(weights), format="pack-quantized")))
-
-
-@pytest.mark.parametrize("word", ["\ud800", "soft max\n", "\x1b[31m"])
-def test_an_invalid_scoring_function_is_refused_in_ascii(word: str, explain: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"the scoring function .* is not a name") as caught:
-        explain(quantized(scoring_func=word))
-    assert str(caught.value).isascii() and str(caught.value).isprintable()
 
 
 # --- spellings of MXFP8 -----------------------------------------------------------------------------------------------

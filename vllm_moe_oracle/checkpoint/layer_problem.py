@@ -10,7 +10,7 @@ from ..core import activations
 from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Activation, Problem, Routing, Scheme
 from ..core.sharding import pads_experts, shard_by_blocks, shard_by_scale_groups
 from ..errors import CheckpointError
-from ..quantization.fields import read_boolean, read_string, short_repr
+from ..quantization.fields import read_boolean, read_string, short_repr, shortened
 from ..quantization.gpt_oss import reject_compressed_tensors
 from ..releases.expert_names import min_expert_width
 from .files import CheckpointFiles
@@ -46,7 +46,8 @@ ACTIVATION_FIELDS = ("mlp_hidden_act", "hidden_act", "hidden_activation")
 # renormalize, and routers with one group of experts: these models' code decides it, no field does.
 _SIGMOID_MODELS = frozenset(
     {"nemotron_h", "nemotron_h_puzzle", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "mimo_v2", "mimo_v2_flash",
-     "lfm2_moe", "exaone_moe", "hy_v3", "laguna", "llama4", "llama4_text", "dots1"}
+     "lfm2_moe", "exaone_moe", "hy_v3", "laguna", "llama4", "llama4_text", "dots1",
+     "pangu_ultra_moe"}
 )  # fmt: skip
 _CORRECTION_BIAS_MODELS = frozenset(
     {"nemotron_h", "nemotron_h_puzzle", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "mimo_v2", "mimo_v2_flash",
@@ -61,9 +62,22 @@ _NON_RENORMALIZING_MODELS = frozenset({"jamba", "olmoe", "phimoe", "longcat_flas
 _RENORMALIZING_IF_SET = frozenset({"deepseek_v2", "dots1", "qwen2_moe", "qwen3_moe"})
 _SINGLE_GROUP_MODELS = frozenset({"lfm2_moe"})
 _SQRTSOFTPLUS_MODELS = frozenset({"deepseek_v4", "deepseek_v41"})
+# What scores where the config does not say; in all other models softmax does.
+_SCORING_IF_UNSET = {
+    **dict.fromkeys(_SQRTSOFTPLUS_MODELS, "sqrtsoftplus"),
+    **dict.fromkeys(("axk1", "param2moe", "sarvam_mla"), "sigmoid"),
+}
 _CUSTOM_ROUTING = {"llama4": "llama4", "llama4_text": "llama4", "gemma4_text": "custom"}
 
 _RENORMALIZE_FIELDS = ("norm_topk_prob", "route_norm", "moe_renormalize", "norm_expert_weight")
+_SCORING_FIELDS = (
+    "scoring_func", "score_func", "score_function", "moe_router_activation", "moe_router_activation_func",
+    "router_score_func",
+)  # fmt: skip
+_SCORING_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
+"""Those that vLLM has code for, as its `create_fused_moe_router` spells them."""
+_TOPK_METHODS = ("noaux_tc", "greedy", "group_limited_greedy")
+"""Values of ``topk_method`` in DeepSeek's configs. vLLM's code compares with the first alone."""
 _CORRECTION_BIAS_FIELDS = ("use_routing_bias", "moe_router_enable_expert_bias", "use_expert_bias")
 _SCALING_FIELDS = ("routed_scaling_factor", "router_scaling_factor", "moe_router_scaling_factor", "route_scale")
 _DTYPES = frozenset({"bfloat16", "float16", "float32"})
@@ -98,6 +112,7 @@ def layer_problem(
     if model_type(config) == EVEN_SPLIT_MODEL_TYPE:
         reject_compressed_tensors(scheme, f"{where}, quantization_config, {name}")
     experts = read_integer(model, NUM_EXPERTS_FIELDS, where, MAX_EXPERTS, index)
+    top_k = read_integer(model, TOP_K_FIELDS, where, MAX_EXPERTS, index)
     width = read_integer(model, INTERMEDIATE_SIZE_FIELDS, where, MAX_FEATURES, index)
     # Experts of Nemotron-3-Super and Kimi-K3 work in a latent space that is smaller than the hidden state.
     hidden = read_integer(model, HIDDEN_SIZE_FIELDS, where, MAX_FEATURES)
@@ -119,14 +134,14 @@ def layer_problem(
             scheme=scheme,
             num_experts=experts,
             local_experts=local,
-            top_k=read_integer(model, TOP_K_FIELDS, where, MAX_EXPERTS, index),
+            top_k=top_k,
             hidden_size=hidden,
             intermediate_size=built // parallel.tp,
             unpadded_intermediate_size=width if padded else 0,
             activation=_activation(config, index),
             has_bias=model_type(config) == "gpt_oss" or config.expert_biases,
             dtype=model_dtype(config)[0],
-            routing=_routing(config, index),
+            routing=_routing(config, index, experts, top_k),
             parallel=parallel,
             even_expert_split=model_type(config) == EVEN_SPLIT_MODEL_TYPE,
             num_layers=num_layers(config),
@@ -283,14 +298,8 @@ def _activation(config: CheckpointFiles, index: int) -> Activation:
     return activations.with_defaults(stated) if from_code or name == "swigluoai" else stated
 
 
-def _routing(config: CheckpointFiles, index: int) -> Routing:
+def _routing(config: CheckpointFiles, index: int, experts: int, top_k: int) -> Routing:
     model, where, kind = config.model_config, str(config.path), model_type(config)
-    fields = ("scoring_func", "score_func", "score_function", "moe_router_activation", "moe_router_activation_func")
-    word = next((model[name] for name in fields if read_string(model, name, where)), "")
-    word = word or ("sqrtsoftplus" if kind in _SQRTSOFTPLUS_MODELS else "softmax")
-    if not re.fullmatch("[A-Za-z0-9_-]{1,64}", word):
-        raise CheckpointError(f"the scoring function {short_repr(word)!a} is not a name", where=where)
-    scoring = "sigmoid" if kind in _SIGMOID_MODELS else word.lower()
     renormalized = kind not in _RENORMALIZING_IF_SET
     for name in reversed(_RENORMALIZE_FIELDS):  # the first that is set counts, and all are read
         renormalized = read_boolean(model, name, where, renormalized)
@@ -300,13 +309,16 @@ def _routing(config: CheckpointFiles, index: int) -> Routing:
     renormalize = (kind in _RENORMALIZING_MODELS or renormalized) and not never
     corrected = (
         kind in _CORRECTION_BIAS_MODELS
-        or (read_string(model, "topk_method", where) != "" and model["topk_method"] == "noaux_tc")
+        or (read_string(model, "topk_method", where) != "" and model["topk_method"] == _TOPK_METHODS[0])
         or any([read_boolean(model, name, where, False) for name in _CORRECTION_BIAS_FIELDS])
     )
     is_grouped = read_boolean(model, "use_grouped_topk", where, False)
     grouped = "num_expert_group" if is_grouped else "n_group"  # as Kimi's are called
     groups = 1 if kind in _SINGLE_GROUP_MODELS else read_count(model, grouped, where)
     chosen = 1 if kind in _SINGLE_GROUP_MODELS else read_count(model, "topk_group", where)
+    if groups and chosen:
+        _check_groups(where, grouped, groups, chosen, experts, top_k)
+    scoring = _scoring_function(config, grouped if groups and groups > 1 and chosen else "")
     hash_routing = index < (read_count(model, "num_hash_layers", where) or 0)
     return Routing(
         method=_routing_method(kind, scoring, renormalize, groups, corrected),
@@ -319,6 +331,57 @@ def _routing(config: CheckpointFiles, index: int) -> Routing:
         apply_router_weight_on_input=kind.startswith("llama4"),
         hash_routing=hash_routing,
     )
+
+
+def _scoring_function(config: CheckpointFiles, grouped: str) -> str:
+    """What makes scores of logits.
+
+    Args:
+        config: the checkpoint's.
+        grouped: the field by which the layer has several groups of experts; "" where it has none.
+
+    Raises:
+        CheckpointError: the first field that is set names one that vLLM has no code for.
+    """
+    model, where, kind = config.model_config, str(config.path), model_type(config)
+    field = next((name for name in _SCORING_FIELDS if read_string(model, name, where)), "")
+    if kind in _SIGMOID_MODELS:
+        return "sigmoid"
+    if not field:
+        return _SCORING_IF_UNSET.get(kind, "softmax")
+    word: str = model[field]
+    # DeepSeek-V4's own code routes without groups.
+    known = _SCORING_FUNCTIONS[:2] if grouped and kind not in _SQRTSOFTPLUS_MODELS else _SCORING_FUNCTIONS
+    if word not in known:
+        among = f" for groups of experts ({grouped})" if word in _SCORING_FUNCTIONS else ""
+        rule = f"{field} is {shortened(ascii(word), 60)}, a scoring function that vLLM has no code for{among}"
+        raise CheckpointError(rule, f"Write {', '.join(known[:-1])} or {known[-1]}", where)
+    return word
+
+
+def _check_groups(where: str, field: str, groups: int, chosen: int, experts: int, top_k: int) -> None:
+    """Refuses groups among which vLLM does not choose experts as the config says.
+
+    Where they do not divide the experts, a server fails in its first call on a CPU, and chooses among all experts on a
+    GPU. More groups than there are fail everywhere, and too few give experts of groups that were not chosen.
+
+    Args:
+        where: the file, for messages.
+        field: the name of the field with the number of groups.
+        groups: groups of experts.
+        chosen: groups that a token's experts come from (``topk_group``).
+        experts: experts of the layer.
+        top_k: experts of a token.
+    """
+    if experts % groups:
+        rule = f"{field} {groups} does not divide the {experts} experts ({experts} mod {groups} = {experts % groups})"
+    elif chosen > groups:
+        rule = f"topk_group {chosen} is more than the {groups} groups of {field}"
+    elif top_k > chosen * (experts // groups):
+        rule = f"a token chooses {top_k} experts from topk_group {chosen} of {groups} groups of {experts // groups}"
+    else:
+        return
+    raise CheckpointError(rule, f"Correct {field} and topk_group as the model was trained", where)
 
 
 def _routing_method(kind: str, scoring: str, renormalize: bool, groups: int | None, corrected: bool) -> str:
@@ -347,6 +410,15 @@ def null_activation_note(config: CheckpointFiles) -> str:
     if not null or any(model[name] is not None for name in null) or activations.name_for_model_type(model_type(config)):
         return ""
     return f"the config's {null[0]} is null: taken as silu; the code of most models in vLLM refuses to load without one"
+
+
+def topk_method_note(config: CheckpointFiles) -> str:
+    """A note where ``topk_method`` is no word that a model has; "" elsewhere."""
+    word = config.model_config.get("topk_method")
+    if not isinstance(word, str) or word in _TOPK_METHODS or model_type(config) in _CORRECTION_BIAS_MODELS:
+        return ""
+    said = f"topk_method is {shortened(ascii(word), 60)}, which is none of {', '.join(_TOPK_METHODS)}"
+    return f"{said}: vLLM takes it for a router without a correction bias"
 
 
 def model_dtype(config: CheckpointFiles) -> tuple[str, str]:
