@@ -72,6 +72,9 @@ def test_stock_experts_take_what_they_are_given(release: str, sources: surface.S
         layer = ["layer"] if ":Humming" in path and checker._within([("0.22", "0.27")]) else []
         wanted = [*layer, "moe_config", "quant_config"]
         assert signature.positional[: len(wanted)] == wanted, (path, signature.positional)
+    batched = "vllm.model_executor.layers.fused_moe.experts.fused_humming_moe:BatchedHummingGroupedExperts"
+    signature = checker._constructor(sources.class_at(batched))
+    assert signature is not None and {"max_num_tokens", "num_dispatchers"} <= set(signature.named)
 
 
 @every_release

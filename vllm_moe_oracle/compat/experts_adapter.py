@@ -182,7 +182,7 @@ class ExpertsAdapter(EngineAdapter):
             problem: the layer.
             tensors: kernel tensors of the layer by canonical name.
         """
-        return stock_class(moe, humming.quant_config(quant_config, problem))
+        return stock_class(moe, humming.quant_config(quant_config, problem), **self.batched_kwargs(stock_class, moe))
 
 
 def _weight_quant_key(backend: Backend, problem: Problem) -> str:

@@ -104,7 +104,7 @@ class Vllm027Adapter(Vllm028Adapter):
     ) -> Any:
         """Experts over a stub of the layer; see `ExpertsAdapter.humming_experts`."""
         layer = humming.layer_stub(problem, tensors, self.humming_intermediate_size(problem))
-        experts = stock_class(layer, moe, quant_config)
+        experts = stock_class(layer, moe, quant_config, **self.batched_kwargs(stock_class, moe))
         humming.complete_reduction(experts)
         run = experts.apply
 
