@@ -38,7 +38,7 @@ from vllm_moe_oracle.measurements import bench_records, environment, lookup, pro
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import Store
-from vllm_moe_oracle.measuring import benchmarks, engine, precompile, random_weights, timing, tuning
+from vllm_moe_oracle.measuring import benchmarks, engine, precompile, random_weights, timing, tuning, worker_pool
 from vllm_moe_oracle.measuring.broken_context import BrokenContextError
 from vllm_moe_oracle.oracle import selection as oracle_module
 from vllm_moe_oracle.oracle import watchdog
@@ -340,7 +340,7 @@ def test_a_broken_context_ends_the_run_and_the_next_goes_on(
 ) -> None:
     backends(Slowed("crashing", 1.0, fault="crash"), FAST, Slowed("other", 3.0))
     layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
-    with pytest.raises(MeasurementError, match=r"crashing: it broke the GPU's context.*Run the command again"):
+    with pytest.raises(MeasurementError, match=r"crashing: it broke the GPU's context.*MOE_ORACLE_DISABLE=crashing"):
         tuning.tune([layer], HERE, asked, store, plan())
     kept = [each for _, samples in store.samples(kernel_shape_of(layer)) for each in samples]
     assert {each.backend for each in kept if each.failure} == {"crashing"}  # nobody else is blamed
@@ -582,6 +582,15 @@ def test_invalid_benchmark_files_are_not_imported(tmp_path: Path, text: str) -> 
 # --- The commands, on a machine that is pretended ---------------------------------------------------------------------
 
 
+def run_tasks_here(function: Any, tasks: list[Any], *options: Any) -> Iterator[worker_pool.TaskEvent]:
+    """`worker_pool.run_tasks` in this process, whose backends a worker would not know."""
+    for index, task in enumerate(tasks):
+        sent: list[Any] = []
+        result = function(task, sent.append)
+        yield from (worker_pool.TaskEvent(index, "progress", each) for each in sent)
+        yield worker_pool.TaskEvent(index, "done", result)
+
+
 @pytest.fixture
 def pretended(backends: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """Runs a command of the tool here, as if this were a GPU; returns its exit status and what it printed."""
@@ -593,6 +602,7 @@ def pretended(backends: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tm
     from vllm_moe_oracle.measurements import model_shapes
 
     backends(SLOW, FAST, Slowed("wrong", 3.0, fault="numbers"))
+    monkeypatch.setattr(worker_pool, "run_tasks", run_tasks_here)
     monkeypatch.setattr(layer_arguments, "require_gpu", lambda _: HERE)
     monkeypatch.setattr(bench_command, "default_registry", tuning.default_registry)
     monkeypatch.setattr(model_shapes, "parse", lambda word: dataclasses.replace(LAYERS["mxfp8"], layer=word))

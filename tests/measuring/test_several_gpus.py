@@ -1,4 +1,7 @@
-"""Tuning and benchmarks on two GPUs, which are pretended: their workers die, and the results are complete."""
+"""Tuning and benchmarks on two GPUs, and `tune` without `--gpus`: workers die, and the results are complete.
+
+The GPUs are pretended.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.lib.cases import problem, registry
+from tests.lib.cli import Run
 from tests.lib.fake_backends import (
     FAST,
     HERE,
@@ -28,6 +32,7 @@ from tests.lib.fake_backends import (
     plan,
 )  # fmt: skip
 from vllm_moe_oracle.backends.emulation import Emulation
+from vllm_moe_oracle.cli import EXIT_INCOMPLETE, layer_arguments
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import environment, lookup
 from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
@@ -59,8 +64,16 @@ class Crashing(Slowed):
         super().__init__("crashing", 4.0, fault="crash")
 
 
+class Ending(Slowed):
+    """Ends its process at 4 tokens, every time, as if its work were done."""
+
+    def __init__(self) -> None:
+        super().__init__("ending", 4.0, fault="exit")
+
+
 def pretend() -> None:
-    found = registry([SLOW, FAST, Killing(os.environ["TEST_MARK"]), Crashing(), Emulation()])
+    others = [Ending()] if "TEST_ENDING" in os.environ else [Killing(os.environ["TEST_MARK"]), Crashing()]
+    found = registry([SLOW, FAST, *others, Emulation()])
     for module in MODULES:
         module.default_registry = lambda: found
     environment.kernel_sources_hash = lambda: "pretended"
@@ -215,3 +228,29 @@ def test_measuring_again_does_without_what_crashes(pretended: None, store: Store
     timed = {(each.backend, each.tokens) for each in outcome.samples if not each.failure}
     assert timed == {(name, count) for name in ("slow", "fast", "killing") for count in TOKEN_COUNTS}
     assert {each.backend for each in outcome.samples if each.failure} == {"crashing"}
+
+
+def test_without_gpus_what_ended_the_process_is_not_met_again(
+    pretended: None,
+    run: Run,
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TEST_ENDING", "1")
+    pretend()
+    monkeypatch.setattr(layer_arguments, "require_gpu", lambda elsewhere: HERE)
+    monkeypatch.setattr(layer_arguments, "resolve_problems", lambda *arguments: TWO[:1])
+    options = ("--tokens", ",".join(map(str, TOKEN_COUNTS)), "--routing", "uniform", "--replays", 3, "--tiles", 0)
+    chosen = ("--set", f"cache={tmp_path}", "--set", "objective=1:1,160:1")
+    words = ("tune", "pretended", *options, *chosen, "--json")
+    first = run(*words)
+    assert first.status == EXIT_INCOMPLETE and "Traceback" not in first.err, first.err
+    (group,) = first.json["groups"]
+    assert group["failures"] == {"ending": "its process ended with status 3"} and group["unfinished"] == ""
+    assert group["backend"] == "fast" and set(group["times"]) == {"slow", "fast"}
+    kept = [each for _, samples in store.samples(kernel_shape_of(TWO[0])) for each in samples]
+    assert {each.backend for each in kept if each.failure} == {"ending"}
+    monkeypatch.setattr(worker_pool, "run_tasks", lambda *arguments: pytest.fail("measured again"))
+    again = run(*words)
+    assert again.status == EXIT_INCOMPLETE and again.json["groups"][0]["measured"] == 0

@@ -17,7 +17,7 @@ from vllm_moe_oracle import settings
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import MeasurementError, SettingError
 from vllm_moe_oracle.measuring import worker_pool
-from vllm_moe_oracle.measuring.broken_context import breaks_context
+from vllm_moe_oracle.measuring.broken_context import breaks_context, raise_if_broken
 
 
 def test_each_process_sees_its_own_gpu_and_all_tasks_are_done(capfd: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +34,7 @@ def test_a_process_that_dies_takes_nothing_with_it(tmp_path: Path) -> None:
     tasks = [("die once", str(tmp_path / "died")), ("die",), ("fine",), ("exit",), ("break",), ("fine",)]
     found = pool_tasks.ends(tasks, [None, None], attempts=2)
     assert found[0] == ("done", "die once") and found[2] == found[5] == ("done", "fine")
-    assert found[1] == ("lost", "its process was ended by SIGKILL")
+    assert found[1] == ("lost", "its process was ended by SIGKILL, by a user, or by the system for lack of memory")
     assert found[3] == ("lost", "its process ended with status 3")
     assert found[4][0] == "lost" and "CUDA error" in found[4][1]
 
@@ -82,6 +82,19 @@ def test_a_worker_that_closed_its_pipe_and_lives_on_is_ended(monkeypatch: pytest
 )
 def test_what_ends_a_context_is_told_by_its_words(failure: str, broken: bool) -> None:
     assert breaks_context(failure) == broken
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("hopper_mxfp8", "MOE_ORACLE_DISABLE=hopper_mxfp8 leaves it out"),
+        ("stock:auto", "A value of --stock other than auto leaves it out"),
+        ("peer:tokenspeed", "A run without --peers leaves it out"),
+    ],
+)
+def test_what_broke_the_context_can_be_left_out(name: str, remedy: str) -> None:
+    with pytest.raises(MeasurementError, match=rf"^{name}: it broke the GPU's context: .* {remedy}$"):
+        raise_if_broken(name, RuntimeError("CUDA error: misaligned address"))
 
 
 def test_all_tasks_are_lost_when_the_time_is_spent() -> None:

@@ -144,7 +144,7 @@ def require_gpu(elsewhere: str) -> Device:
 
 
 def parse_gpus(words: str) -> tuple[str, ...]:
-    """The GPUs of the option ``--gpus``; empty without it: this process measures.
+    """The GPUs of the option ``--gpus``; empty without it.
 
     Raises:
         SettingError: this machine does not have such GPUs.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from ..errors import MeasurementError, describe_error
+from ..measurements.bench_records import PEER_PREFIX, STOCK_PREFIX
+from ..settings import env_var
 
 _CONTEXT_ERRORS = (
     "CUDA error",
@@ -33,9 +35,21 @@ class BrokenContextError(MeasurementError):
     """
 
     def __init__(self, backend: str, failure: str) -> None:
-        remedy = "Run the command again: it continues without this backend"
-        super().__init__(f"it broke the GPU's context: {failure}", remedy, backend)
+        super().__init__(f"it broke the GPU's context: {failure}", how_to_leave_out(backend), backend)
         self.backend, self.failure = backend, failure
+
+
+def how_to_leave_out(name: str) -> str:
+    """What keeps a backend from running, as a sentence without its period.
+
+    Args:
+        name: of the backend, stock layer or peer.
+    """
+    if name.startswith(PEER_PREFIX):
+        return "A run without --peers leaves it out"
+    if name.startswith(STOCK_PREFIX):
+        return f"A value of --stock other than {name.removeprefix(STOCK_PREFIX)} leaves it out"
+    return f"{env_var('disable')}={name} leaves it out"
 
 
 def breaks_context(failure: str) -> bool:

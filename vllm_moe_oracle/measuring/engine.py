@@ -31,10 +31,9 @@ from ..layouts.byte_views import stack_bytes
 from ..measurements.kernel_shape import RoutingKind, Sample
 from ..oracle.checked_backend import watched_calls, watched_kernel
 from ..oracle.watchdog import doing
-from ..settings import env_var
 from ..verification import process_state, tolerances
 from . import random_weights, timing
-from .broken_context import raise_if_broken
+from .broken_context import how_to_leave_out, raise_if_broken
 from .random_weights import TokenBatch
 from .timing import Clock, Run
 
@@ -253,7 +252,7 @@ class LayerBench:
         """Adds the time of what runs inside to a phase; `backend` is the one that runs, "" where several do."""
         self.context.on_backend(backend)
         begin = time.monotonic()
-        remedy = f"{env_var('disable')}={backend} leaves it out" if backend else ""
+        remedy = how_to_leave_out(backend) if backend else ""
         try:
             with doing(f"the phase {phase!r} of {self.problem.layer}", remedy):
                 yield

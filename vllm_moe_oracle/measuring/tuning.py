@@ -1,7 +1,8 @@
 """What `tune` does: times every accepted backend of some layers at serving's numbers of tokens, and stores the times.
 
-Only missing times are measured, so an interrupted run continues where it stopped. With several GPUs each has a worker
-that takes the next layer and writes to the same store; all backends of a layer are timed on the same GPU.
+Only missing times are measured, so an interrupted run continues where it stopped. Each GPU has a worker process that
+takes the next layer and writes to the same store; all backends of a layer are timed on the same GPU. A backend that
+ends or breaks a worker is stored as failing, and the layer goes on without it.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class TuneOptions:
         tiles: tile configurations timed beside each backend's own choice under uniform routing. Under skewed routing
             the fastest of them runs.
         gpus: GPUs to measure on, as `devices.detect.select_gpus` names them, each in a process of its own; None for
-            one that sees what this process sees; empty for this process.
+            one that sees what this process sees; empty to measure in this process, as a worker does. What ends this
+            process is not stored then.
         backends: names of the backends that are measured; empty for all that can run a layer.
         without: names of backends that are left out: they took a process down in this run.
         silence: with `gpus`, seconds after which a process that does not come back from a backend is killed; None for
@@ -173,8 +175,8 @@ def tune(
         on_backend: is told which backend this process runs.
 
     Raises:
-        MeasurementError: samples cannot be stored, or a kernel broke this process's CUDA context. (With several GPUs,
-            a backend that breaks a worker is left out instead.) Samples stored before are kept.
+        MeasurementError: samples cannot be stored, or, without `options.gpus`, a kernel broke this process's CUDA
+            context. Samples stored before are kept.
     """
     begin = time.monotonic()
     shapes = group_by_kernel_shape(problems)
@@ -257,7 +259,7 @@ def _missing_steps(
 
 @dataclass(frozen=True)
 class _TuneTask:
-    """A layer for one of several GPUs. The budget is spent when `time.monotonic`, which all processes of a
+    """A layer for a worker. The budget is spent when `time.monotonic`, which all processes of a
     machine share, is at `until`."""
 
     problem: Problem
@@ -285,7 +287,7 @@ _LIMIT_GRACE = 2.0
 def _tune_on_gpus(
     tasks: Sequence[_TuneTask], sizes: Sequence[int], gpus: Sequence[str | None], progress: Progress
 ) -> list[TuneOutcome]:
-    """Tunes layers on several GPUs. The outcome of a lost layer has the samples that were stored."""
+    """Tunes layers in worker processes. The outcome of a lost layer has the samples that were stored."""
     outcomes: dict[int, TuneOutcome] = {}
     tasks = list(tasks)  # a worker gets its task when it begins
     done = [0] * len(tasks)
@@ -308,7 +310,8 @@ def _tune_on_gpus(
         left = None if until is None else until + _LIMIT_GRACE
         limits = worker_pool.Limits(options.silence, left)
     progress(f"starting {len(gpus)} process{'es' * (len(gpus) > 1)}", 0, sum(sizes))
-    for event in worker_pool.run_tasks(_tune_one, tasks, gpus, _MAX_ATTEMPTS, True, limits, record_crash):
+    quiet = len(gpus) > 1 or options.silence is not None  # a start's log has warnings of its own
+    for event in worker_pool.run_tasks(_tune_one, tasks, gpus, _MAX_ATTEMPTS, quiet, limits, record_crash):
         task = tasks[event.task]
         if event.kind == "progress":
             if event.value.backend is not None:

@@ -44,7 +44,7 @@ work(connection)
 """What a worker runs. Its argument is the file descriptor of its end of the pipe."""
 
 _KILLED_BY_OTHERS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
-"""Exit codes of a worker that did not end by what it ran: a user killed it, or the kernel for lack of memory."""
+"""Exit codes of a worker that did not end by what it ran: a user killed it, or the system for lack of memory."""
 
 SendProgress = Callable[[Any], None]
 """Sends a value from a worker to the parent, where it becomes an event of kind ``progress``."""
@@ -285,7 +285,8 @@ class _Pool:
 
 def _exit_reason(code: int) -> str:
     if code < 0:
-        return f"its process was ended by {exit_words(code).removeprefix('signal ')}"
+        others = ", by a user, or by the system for lack of memory" if code in _KILLED_BY_OTHERS else ""
+        return f"its process was ended by {exit_words(code).removeprefix('signal ')}{others}"
     return f"its process ended with {exit_words(code)}"
 
 

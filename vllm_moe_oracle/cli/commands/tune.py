@@ -83,12 +83,13 @@ Examples:
 \b
 Exit status:
   0  everything is measured
-  1  a backend ended the process; what was measured before is kept
+  1  a backend ended the process other than by a kernel; what was measured
+     before is kept
   2  the input, the cache or this machine cannot be used; one line on standard
      error says what
   3  no backend can run one of the layers
-  4  the budget was spent, or a backend could not be measured; what was
-     measured is kept
+  4  the budget was spent, or a backend could not be measured or ended the
+     process that measures it; what was measured is kept
 """
 
 
@@ -137,7 +138,8 @@ def command(
         profiles.check_writable(export, detect.detect().name, {kernel_shape_of(each) for each in problems})
     known = [profiles.read(each) for each in profile or []]
     device = layer_arguments.require_gpu(_ELSEWHERE)
-    options = dataclasses.replace(options, tiles=tiles, gpus=layer_arguments.parse_gpus(gpus))
+    # Always in processes of their own: a backend that ends one is stored as failing.
+    options = dataclasses.replace(options, tiles=tiles, gpus=layer_arguments.parse_gpus(gpus) or (None,))
     _note_unused_profiles(profile or [], known, device)
     store = _open_store(chosen)
     with layer_arguments.progress_bar(as_json) as report:
