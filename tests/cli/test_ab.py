@@ -319,8 +319,13 @@ def test_an_ended_run_goes_on_where_it_stopped(run: Run, monkeypatch: pytest.Mon
     assert (tmp_path / "turns.jsonl").read_text().startswith(kept)
     again = run(*command, "--resume", "--json")
     assert again.json["turns_measured"] == 4 and set(again.json["first_starts"]) == {"stock", "plugin"}
-    assert run("ab", "model", "--turns", 1, "--logs", tmp_path).status == 0  # begins anew
-    assert (tmp_path / "turns.jsonl").read_text().count('"turn"') == 2
+    whole = (tmp_path / "turns.jsonl").read_text()
+    anew = run("ab", "model", "--turns", 1, "--logs", tmp_path)
+    assert (anew.status, anew.err.count("\n")) == (2, 1) and (tmp_path / "turns.jsonl").read_text() == whole
+    said = "turns.jsonl: holds the turns of an earlier run, which would be lost. Continue it with --resume, or name"
+    assert said in anew.err
+    (tmp_path / "turns.jsonl").write_text(whole.splitlines(keepends=True)[0])  # it ended before its first figures
+    assert run("ab", "model", "--turns", 1, "--logs", tmp_path).status == 0
 
 
 def test_a_run_goes_on_whatever_characters_its_options_have(tmp_path: Path) -> None:

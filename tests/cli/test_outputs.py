@@ -147,7 +147,7 @@ def test_a_file_of_another_kind_is_not_replaced(
     is_folder = arguments[-1] == "--svg"
     result = run(*arguments, tmp_path if is_folder else file)
     assert result.status == 2 and file.read_text() == '{"precious": true}\n' and os.listdir(tmp_path) == [name]
-    assert f"{file} would be replaced, and is not {noun}. Name another file, or remove this one" in result.messages
+    assert f"{file} is there, and is not {noun}. Name another file, or remove this one" in result.messages
     file.write_text("")
     if arguments[0] == "report":  # an empty file holds nothing, and a second call replaces what the first wrote
         for _ in range(2):

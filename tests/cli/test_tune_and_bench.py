@@ -11,6 +11,7 @@ import pytest
 
 from tests.lib import golden_files
 from tests.lib.cli import CONFIGS, Run
+from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices import catalog, detect
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import model_shapes
@@ -193,6 +194,12 @@ def test_an_import_without_complete_records_writes_nothing(run: Run, tmp_path: P
     assert result.status == 2 and words in result.err and not (tmp_path / "p.json").exists()
 
 
+def without_humming(record: dict[str, Any]) -> dict[str, Any]:
+    """A record as of a machine without this library."""
+    kept = {name: each for name, each in record["activations"].items() if not name.startswith("humming")}
+    return record | {"activations": kept}
+
+
 def test_an_export_does_not_lose_what_a_file_has(run: Run, tmp_path: Path) -> None:
     path, part = tmp_path / "p.json", tmp_path / "part.jsonl"
     for _ in range(2):  # the same layers replace themselves
@@ -206,7 +213,11 @@ def test_an_export_does_not_lose_what_a_file_has(run: Run, tmp_path: Path) -> No
     fewer = [each for each in records if each.get("tokens") != 16]
     part.write_text("\n".join(map(json.dumps, fewer)))
     result = run("tune", "--import", part, "--export", path)
-    assert result.status == 2 and "numbers of tokens that would be lost, the first 16 of " in result.err
+    assert result.status == 2 and " times that would be lost, the first " in result.err
+    assert " at 16 tokens, uniform routing, of mx" in result.err
+    part.write_text("\n".join(map(json.dumps, [records[0], *map(without_humming, records[1:])])))
+    result = run("tune", "--import", part, "--export", path)
+    assert result.status == 2 and " times that would be lost, the first humming_" in result.err
     records[0]["conditions"]["environment"]["gpu"] = "NVIDIA H100 80GB HBM3"
     part.write_text("\n".join(map(json.dumps, records)))
     result = run("tune", "--import", part, "--export", path)
@@ -329,14 +340,16 @@ def test_bench_refuses_backends_that_there_are_not(run: Run) -> None:
     assert result.status == 2 and "there is no backend 'marlin'" in result.err and "marlin_mxfp4" in result.err
 
 
-def pretend_bench(monkeypatch: pytest.MonkeyPatch, times: int, error: Exception | None = None) -> None:
+def pretend_bench(
+    monkeypatch: pytest.MonkeyPatch, times: int, error: Exception | None = None, gpu: Device | None = None
+) -> None:
     """A GPU, and a benchmark that times this many layers at one token before the error."""
     from collections.abc import Iterator
 
     from vllm_moe_oracle.cli import layer_arguments
     from vllm_moe_oracle.measuring import benchmarks
 
-    card = catalog.known_device("nvidia-h200")
+    card = gpu or catalog.known_device("nvidia-h200")
 
     def bench(problems: Any, *rest: Any) -> Iterator[BenchRecord]:
         for each in problems[:times]:
@@ -348,7 +361,6 @@ def pretend_bench(monkeypatch: pytest.MonkeyPatch, times: int, error: Exception 
     monkeypatch.setattr(layer_arguments, "require_gpu", lambda _: card)
     monkeypatch.setattr(layer_arguments, "parse_gpus", lambda words: ())
     monkeypatch.setattr(benchmarks, "bench", bench)
-    monkeypatch.setattr(benchmarks, "conditions", lambda *arguments: {})
 
 
 @pytest.fixture
@@ -386,29 +398,67 @@ def test_bench_shows_what_it_has_before_it_ends(
     assert result.status == 2 and result.err == "error: a process died\n" and result.out == ""
 
 
-def test_bench_leaves_a_file_alone_until_there_is_a_record(
+def test_bench_appends_to_an_earlier_runs_records(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "b.jsonl"
+    command = ("bench", GPT_OSS, "--jsonl", file)
+    pretend_bench(monkeypatch, 1)
+    assert run(*command).status == 0
+    first = file.read_text()
+    pretend_bench(monkeypatch, 0, MeasurementError("another process uses the GPU"))
+    assert run(*command).status == 2 and file.read_text() == first  # a run without a record leaves it alone
+    with file.open("a") as opened:
+        opened.write('{"layer": {"na')  # a run that was killed while it wrote
+    pretend_bench(monkeypatch, 1, MeasurementError("another process uses the GPU"))
+    assert run(*command, "--routing", "skewed").status == 4
+    assert file.read_text().startswith(f'{first}{{"layer": {{"na\n{{"conditions":')
+    heads = [json.loads(line)["conditions"] for line in file.read_text().splitlines() if "conditions" in line]
+    assert [each["routing"] for each in heads] == ["uniform", "skewed"]
+
+
+def test_bench_joins_no_records_of_another_environment(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    before = '{"conditions": {}}\n'
-    (tmp_path / "b.jsonl").write_text(before)
-    pretend_bench(monkeypatch, 0, MeasurementError("another process uses the GPU"))
-    assert run("bench", GPT_OSS, "--jsonl", tmp_path / "b.jsonl").status == 2
-    assert (tmp_path / "b.jsonl").read_text() == before
-    pretend_bench(monkeypatch, 1, MeasurementError("another process uses the GPU"))
-    assert run("bench", GPT_OSS, "--jsonl", tmp_path / "b.jsonl").status == 4
-    head, record = (tmp_path / "b.jsonl").read_text().splitlines()
-    assert "conditions" in head and "conditions" not in record
+    """Refused before anything is timed: an empty benchmark would end with another status."""
+    file = tmp_path / "b.jsonl"
+    pretend_bench(monkeypatch, 1)
+    assert run("bench", GPT_OSS, "--jsonl", file).status == 0
+    before = file.read_text()
+    h200 = catalog.known_device("nvidia-h200")
+    for gpu, said in (
+        (catalog.known_device("nvidia-h100"), "(measured on NVIDIA H200, not NVIDIA H100)"),
+        (dataclasses.replace(h200, packages=h200.packages | {"vllm": "0.1"}), f"(vllm {NEWEST}, not 0.1)"),
+    ):
+        pretend_bench(monkeypatch, 0, gpu=gpu)
+        result = run("bench", GPT_OSS, "--jsonl", file)
+        assert (result.status, result.out, result.err.count("\n")) == (2, "", 1) and file.read_text() == before
+        rule = f"{file}: has records of another environment, which a run here cannot join {said}. Name another file"
+        assert rule in result.messages
+
+
+def test_runs_of_one_file_are_imported_with_their_routing(run: Run, tmp_path: Path) -> None:
+    from vllm_moe_oracle.measurements import bench_records
+
+    head, first, second = CHOICES.read_text().splitlines()[:3]
+    skewed = json.loads(head)
+    skewed["conditions"]["routing"] = "skewed"
+    file, unfinished = tmp_path / "b.jsonl", '{"layer": {"na'
+    file.write_text("\n".join([head, first, unfinished, json.dumps(skewed), second, ""]))
+    notes: list[str] = []
+    found = bench_records.read_samples(file, notes.append)[2]
+    assert notes == [f"{file}: line 3 is unfinished and left out"]
+    kinds = {(each.tokens, each.routing) for samples in found.values() for each in samples}
+    assert kinds == {(json.loads(first)["tokens"], "uniform"), (json.loads(second)["tokens"], "skewed")}
+    skewed["conditions"]["environment"]["driver"] = "1"
+    file.write_text("\n".join([head, first, json.dumps(skewed), second, ""]))
+    result = run("tune", "--import", file, "--export", tmp_path / "p.json")
+    assert result.status == 2 and "line 3 begins records of another environment, NVIDIA H200" in result.err
 
 
 @pytest.mark.parametrize("asked", ["--peers", "--peers-folder", ""])
 def test_bench_says_once_which_kernels_of_others_are_skipped(
     run: Run, asked: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from vllm_moe_oracle.measuring import benchmarks
-
-    conditions = benchmarks.conditions
     pretend_bench(monkeypatch, 1)
-    monkeypatch.setattr(benchmarks, "conditions", conditions)
     words = [asked, tmp_path] if asked == "--peers-folder" else [asked] if asked else []
     result = run("bench", GPT_OSS, *words, "--jsonl", tmp_path / "b.jsonl")
     assert result.status == 0, result.err

@@ -59,7 +59,7 @@ class KeptTurns:
 
     Raises:
         MeasurementError: the file cannot be written; or `resume`, and there is no such file, it is damaged, or is of
-            another run.
+            another run; or not `resume`, and it holds what another run has measured.
     """
 
     def __init__(self, folder: Path, identity: Any, resume: bool) -> None:
@@ -69,6 +69,11 @@ class KeptTurns:
         if resume:
             self._read(msgspec.json.decode(msgspec.json.encode(identity)))
             return
+        # A run that ended before its first figures left one line, and loses nothing.
+        if self._path.is_file() and complete_lines(self._path, _MAX_BYTES, MeasurementError)[0][1:]:
+            rule = "holds the turns of an earlier run, which would be lost"
+            remedy = "Continue it with --resume, or name another folder with --logs"
+            raise MeasurementError(rule, remedy, str(self._path))
         with self._writing():
             self._path.unlink(missing_ok=True)
         self._append(identity)

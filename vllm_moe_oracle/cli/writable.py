@@ -13,6 +13,7 @@ from pathlib import Path
 import typer
 
 from ..errors import MeasurementError, SettingError
+from ..measurements.bench_records import CONDITIONS_LINE
 from ..settings import Settings, cache_dir, report_path
 from ..whole_files import open_pipe
 
@@ -56,7 +57,7 @@ class OutputKind:
 
 
 PAGE = OutputKind("a page of report", re.compile(rb'<!doctype html>.*<meta name="generator" content="vllm-moe-', re.S))
-RECORDS = OutputKind("records of bench --jsonl", re.compile(rb'\s*\{\s*"conditions"\s*:'))
+RECORDS = OutputKind("records of bench --jsonl", CONDITIONS_LINE)
 _PICTURES = (
     rb"\x89PNG", rb"\xff\xd8\xff", rb"%PDF", rb"%!PS", rb"RIFF....WEBP", rb"GIF8", rb"II\*\0", rb"MM\0\*", rb"....ftyp",
     rb"\x1f\x8b", rb"(<\?xml.*)?<svg\b",
@@ -81,7 +82,8 @@ def check_output(
         context: the command's.
         path: the path.
         option: the option's name, for the message.
-        kind: what a file there may be that is replaced; None where the writer itself compares it with what it writes.
+        kind: what a file there may be that is replaced or appended to; None where the writer itself compares it with
+            what it writes.
         others: paths of files that the command reads, and of its other outputs; None for no path.
 
     Raises:
@@ -103,24 +105,27 @@ def check_output(
 
 
 def check_kind(path: Path, kind: OutputKind, where: str) -> None:
-    """Refuses a file that holds something else than what is to replace it. No file, an empty one, the standard output,
-    and what is no file may be written.
+    """Refuses a file that holds something else than what is to replace it, or to be appended to it.
 
     Raises:
         MeasurementError: it holds something else.
     """
-    if not os.path.isfile(path) or is_standard_output(path) or not os.path.getsize(path):
+    if not holds_data(path):
         return
     remedy = "Name another file, or remove this one"
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
     except OSError as error:
-        raise MeasurementError(
-            f"{path} would be replaced, and cannot be read: {error.strerror}", remedy, where
-        ) from error
+        raise MeasurementError(f"{path} is there, and cannot be read: {error.strerror}", remedy, where) from error
     if kind.pattern.match(head) is None:
-        raise MeasurementError(f"{path} would be replaced, and is not {kind.noun}", remedy, where)
+        raise MeasurementError(f"{path} is there, and is not {kind.noun}", remedy, where)
+
+
+def holds_data(path: Path) -> bool:
+    """Whether something could be lost by writing: not where there is no file, an empty one, the standard output, or
+    what is no file."""
+    return os.path.isfile(path) and not is_standard_output(path) and os.path.getsize(path) > 0
 
 
 def _is_same_file(one: Path, other: str | Path) -> bool:

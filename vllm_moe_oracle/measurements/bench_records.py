@@ -1,11 +1,13 @@
 """The lines of ``bench --jsonl``, which `report` and ``tune --import`` read.
 
-The first line is ``{"conditions": {...}}``: the environment, the command, the routing and the method. Every further
-line is a `BenchRecord`: the times of all backends of one layer at one number of tokens.
+A run begins with a line ``{"conditions": {...}}``: the environment, the command, the routing and the method. Every
+further line is a `BenchRecord`: the times of all backends of one layer at one number of tokens. Runs in one environment
+may follow each other in a file; what a later one measured again replaces the earlier figures.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import msgspec
 
 from ..errors import MeasurementError, mentions_out_of_memory
 from ..untrusted import boundary, check_fields_once
-from .environment import Environment
+from .environment import Environment, differences
 from .kernel_shape import KernelShape, Sample
 from .profile import read_limited
 
@@ -27,11 +29,14 @@ STOCK_DEFAULT = f"{STOCK_PREFIX}auto"
 PEER_PREFIX = "peer:"
 """Prefix of the name of another project's kernel, which the oracle never chooses; see `measuring.peers`."""
 
+CONDITIONS_LINE = re.compile(rb'\s*\{\s*"conditions"\s*:')
+"""Matches the line with which a run begins."""
+
 _REMEDY = "Make them with: vllm-moe-oracle bench --jsonl FILE"
 
 
 class _Conditions(msgspec.Struct, frozen=True):
-    """Of the first line's conditions, those that samples need."""
+    """Of a run's conditions, those that samples need."""
 
     environment: Environment
     command: str
@@ -40,7 +45,7 @@ class _Conditions(msgspec.Struct, frozen=True):
 
 
 class _FirstLine(msgspec.Struct, frozen=True):
-    """The line before the records."""
+    """The line before a run's records."""
 
     conditions: _Conditions
 
@@ -141,44 +146,82 @@ def needs_longer(waited: float, seconds: float) -> bool:
     return 0 < waited < 0.9 * seconds
 
 
+def _read_conditions(line: bytes, where: str) -> _Conditions:
+    found = msgspec.json.decode(line, type=_FirstLine).conditions
+    check_fields_once(line, MeasurementError, where)
+    return found
+
+
+def check_joins(path: Path, here: Environment) -> None:
+    """Checks, before minutes of measuring, that a run may follow those that a file has.
+
+    Args:
+        path: the file.
+        here: where the run will be.
+
+    Raises:
+        MeasurementError: the file cannot be read, is not one of records, or has records of another environment, which
+            no reader may take for those of this one.
+    """
+    where = str(path)
+    with boundary(MeasurementError, "is not a file of bench records", "Name another file", where):
+        for number, line in enumerate(read_limited(path).split(b"\n"), 1):
+            if number > 1 and not CONDITIONS_LINE.match(line):
+                continue
+            there = _read_conditions(line, f"{where}, line {number}").environment
+            if there != here:
+                known = differences(there, here)
+                words = "; ".join((*known.hard, *known.soft)) or "it is not known as well as this one"
+                rule = f"has records of another environment, which a run here cannot join ({words})"
+                raise MeasurementError(rule, "Name another file, or remove this one", where)
+
+
 def read_samples(
     path: Path, note: Callable[[str], None] | None = None
 ) -> tuple[Environment, dict[str, str], dict[KernelShape, list[Sample]]]:
     """The samples of a file of records, without stock layers.
 
+    A line that is no record voids the file: the times decide what servers run, and a file that was damaged or edited in
+    one place cannot be trusted in others.
+
     Args:
         path: the file.
-        note: is told that the last line is no JSON and has no newline, and is left out: its writer was interrupted.
-            None makes it an error.
+        note: is told that the last line of a run is no JSON, and is left out: its writer was interrupted. None makes it
+            an error.
 
     Returns:
-        Where the samples were taken, the command and the method, and the samples by kernel shape.
+        Where the samples were taken, the first run's command and method, and the samples by kernel shape.
 
     Raises:
-        MeasurementError: the file cannot be read, is not a file of records, or has none.
+        MeasurementError: the file cannot be read, is not a file of records, has none, or has those of several
+            environments.
     """
     where = str(path)
-    data = read_limited(path)
     with boundary(MeasurementError, "is not a file of bench records", _REMEDY, where):
-        head, _, rest = data.partition(b"\n")
-        conditions = msgspec.json.decode(head, type=_FirstLine).conditions
-        check_fields_once(head, MeasurementError, f"{where}, line 1")
-        environment, lines = conditions.environment, rest.split(b"\n")
-        unfinished = len(lines) - 1  # "" after a newline at the end
+        lines = read_limited(path).split(b"\n")
+        begins = {number for number, line in enumerate(lines, 1) if number == 1 or CONDITIONS_LINE.match(line)}
+        first = run = _read_conditions(lines[0], f"{where}, line 1")
         found: dict[KernelShape, list[Sample]] = {}
-        for number, line in enumerate(lines):
-            if number == unfinished and not line.strip():
+        for number, line in enumerate(lines[1:], 2):
+            if number in begins:
+                run = _read_conditions(line, f"{where}, line {number}")
+                if run.environment != first.environment:
+                    rule = f"line {number} begins records of another environment, {run.environment}"
+                    raise MeasurementError(rule, "Import a file of one environment", where)
+                continue
+            if number == len(lines) and not line.strip():  # after a newline at the end
                 break
             try:
                 record = msgspec.json.decode(line, type=BenchRecord)
             except msgspec.DecodeError as error:
-                if note and number == unfinished and not isinstance(error, msgspec.ValidationError):
-                    note(f"{path}: line {number + 2} is unfinished and left out")
-                    break
-                raise MeasurementError(f"line {number + 2} is not a record: {error}", _REMEDY, where) from error
-            check_fields_once(line, MeasurementError, f"{where}, line {number + 2}")
-            found.setdefault(record.kernel_shape, []).extend(record.samples(conditions.routing))
-    if not environment.is_valid:
+                may_be_unfinished = number == len(lines) or number + 1 in begins
+                if note and may_be_unfinished and not isinstance(error, msgspec.ValidationError):
+                    note(f"{path}: line {number} is unfinished and left out")
+                    continue
+                raise MeasurementError(f"line {number} is not a record: {error}", _REMEDY, where) from error
+            check_fields_once(line, MeasurementError, f"{where}, line {number}")
+            found.setdefault(record.kernel_shape, []).extend(record.samples(run.routing))
+    if not first.environment.is_valid:
         raise MeasurementError("has an invalid environment", where=where)
     if not any(found.values()):
         raise MeasurementError("has no measurements", _REMEDY, where)
@@ -186,4 +229,4 @@ def read_samples(
         raise MeasurementError("has an invalid layer", where=where)
     if invalid := [each for samples in found.values() for each in samples if not each.is_valid]:
         raise MeasurementError(f"has an invalid measurement: {invalid[0]}", where=where)
-    return environment, {"command": conditions.command, "method": conditions.method}, found
+    return first.environment, {"command": first.command, "method": first.method}, found

@@ -297,17 +297,20 @@ def check_writable(path: Path, gpu: str, shapes: Collection[KernelShape]) -> Non
 
 
 def check_replaces(profile: Profile, path: Path) -> None:
-    """Checks that a profile has what the file has that it replaces: each layer at each number of tokens.
+    """Checks that a profile has what the file has that it replaces: each time, measured again or failed since.
 
     Raises:
-        MeasurementError: as by `check_writable`, or some numbers of tokens would be lost.
+        MeasurementError: as by `check_writable`, or some times would be lost.
     """
     check_writable(path, profile.environment.gpu, {each.kernel_shape for each in profile.entries})
     present = _present(path)
-    if present is not None and (lost := _measured(present) - _measured(profile)):
-        shape, routing, tokens = min(lost, key=str)
-        rule = f"has {len(lost)} numbers of tokens that would be lost, the first {tokens} of {shape}, {routing} routing"
-        raise MeasurementError(rule, _REPLACED, str(path))
+    if present is None:
+        return
+    times = {key for key, sample in _measured(present).items() if not sample.failure}
+    if lost := times - _measured(profile).keys():
+        shape, backend, routing, tokens = min(lost, key=str)
+        first = f"{backend} at {tokens} tokens, {routing} routing, of {shape}"
+        raise MeasurementError(f"has {len(lost)} times that would be lost, the first {first}", _REPLACED, str(path))
 
 
 _REPLACED = "Name another file, or measure or import all that this one has in one call"
@@ -330,10 +333,12 @@ def _present(path: Path) -> Profile | None:
         raise MeasurementError(rule, "Name another file, or remove this one", str(path)) from error
 
 
-def _measured(profile: Profile) -> set[tuple[KernelShape, str, int]]:
-    """Layer, kind of routing and number of tokens of every sample."""
+def _measured(profile: Profile) -> dict[tuple[KernelShape, str, str, int], Sample]:
+    """Every sample by layer, backend, kind of routing and number of tokens."""
     return {
-        (entry.kernel_shape, each.routing, each.tokens) for entry in profile.entries for each in _entry_samples(entry)
+        (entry.kernel_shape, each.backend, each.routing, each.tokens): each
+        for entry in profile.entries
+        for each in _entry_samples(entry)
     }
 
 

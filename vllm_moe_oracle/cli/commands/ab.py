@@ -99,7 +99,11 @@ def command(
     port: Annotated[int, count_option("The servers' port; 0 for a free one.")] = 0,
     start_timeout: Annotated[float, seconds_option("Seconds in which a server must be healthy.")] = 1800.0,
     logs: Annotated[
-        Path | None, file_option("Keep the logs and the benchmarks' results in this folder.", metavar="DIR")
+        Path | None,
+        file_option(
+            "Keep turns, logs and results in this folder. One that has turns of an earlier run needs --resume.",
+            metavar="DIR",
+        ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue a run that ended, after the turns that it left in --logs.")

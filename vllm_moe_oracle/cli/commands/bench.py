@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,13 +16,14 @@ import typer
 from ...checkpoint.ranks import Ranks
 from ...core.problem import Device, Problem
 from ...errors import MeasurementError, did_you_mean
-from ...measurements import model_shapes
+from ...measurements import bench_records, model_shapes
 from ...measurements.bench_records import BenchRecord
+from ...measurements.environment import Environment
 from ...measurements.kernel_shape import KernelShape
 from ...oracle.registry import default_registry
 from ...report import page_data, plots
 from ...settings import Settings, set_batch_invariant
-from ...whole_files import WRITE_REMEDY, append_whole, replacing, write_whole
+from ...whole_files import WRITE_REMEDY, append_whole, replacing
 from .. import EXIT_INCOMPLETE, completion, layer_arguments, output
 from ..arguments import (
     Assignments,
@@ -43,7 +44,7 @@ from ..arguments import (
     output_option,
     seconds_option,
 )
-from ..writable import PICTURE, RECORDS, check_output, is_standard_output
+from ..writable import PICTURE, RECORDS, check_output, holds_data, is_standard_output
 
 if TYPE_CHECKING:
     from ...measuring.benchmarks import BenchOptions
@@ -80,7 +81,9 @@ _Plot = Annotated[
 HELP = """\
 Time every accepted backend beside stock vLLM's own layer, on this machine, in one run.
 
-The first record holds the conditions and the command that repeats them.
+The first line of the records holds the conditions and the command that repeats
+them. A file of earlier records is appended to; one of another environment is
+refused before anything is timed. A picture is replaced.
 
 \b
 Examples:
@@ -126,7 +129,7 @@ def command(
     jobs: CompileJobs = 0,
     gpus: Gpus = "",
     budget: Annotated[float | None, seconds_option("Start no further layer after this many seconds.")] = None,
-    jsonl: Annotated[Path | None, output_option("Write records here, one JSON object a line.")] = None,
+    jsonl: Annotated[Path | None, output_option("Append records to this file, one JSON object a line.")] = None,
     plot: _Plot = None,
     assignments: Assignments = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records, one JSON object a line.")] = False,
@@ -142,6 +145,8 @@ def command(
     if jsonl is not None:
         check_output(context, jsonl, "--jsonl", RECORDS, [*(models or []), plot])
     device = layer_arguments.require_gpu(_ELSEWHERE)
+    if jsonl is not None and holds_data(jsonl):
+        bench_records.check_joins(jsonl, Environment.of(device))
     options = dataclasses.replace(
         options,
         gpus=layer_arguments.parse_gpus(gpus),
@@ -184,9 +189,9 @@ def _measure(
         with layer_arguments.progress_bar(as_json) as report:
             for record in benchmarks.bench(problems, device, settings, options, report):
                 if not records:  # a run without any leaves the file as it was
-                    _write_record(msgspec.json.encode(head), jsonl, as_json, write_whole)
+                    _write_record(msgspec.json.encode(head), jsonl, as_json)
                 records.append(record)
-                _write_record(msgspec.json.encode(record), jsonl, as_json, append_whole)
+                _write_record(msgspec.json.encode(record), jsonl, as_json)
     except MeasurementError as error:
         if not records:
             raise
@@ -272,22 +277,29 @@ def _exit_if_incomplete(records: list[BenchRecord], layers: int, budget: float |
         raise typer.Exit(EXIT_INCOMPLETE)
 
 
-def _write_record(line: bytes, path: Path | None, printed: bool, write: Callable[[Path, bytes], None]) -> None:
-    """Writes a record to standard output, and to a file."""
+def _write_record(line: bytes, path: Path | None, printed: bool) -> None:
+    """Writes a record to standard output, and to a file, in which no line of a run that was killed is continued."""
     if printed:
         sys.stdout.write(line.decode() + "\n")
         sys.stdout.flush()
     if path is None:
         return
     try:
-        write(path, line + b"\n")
+        append_whole(path, (b"\n" if _ends_within_line(path) else b"") + line + b"\n")
     except OSError as error:
         raise MeasurementError(f"cannot be written: {error.strerror}", WRITE_REMEDY, str(path)) from error
 
 
+def _ends_within_line(path: Path) -> bool:
+    if not holds_data(path):
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
 def _check_plot_path(path: Path) -> None:
     """Whether a plot can be drawn there, before minutes of measuring."""
-
     if importlib.util.find_spec("matplotlib") is None:
         raise MeasurementError("matplotlib is not installed", "pip install 'vllm-moe-oracle[plot]'", "--plot")
     from matplotlib.backend_bases import FigureCanvasBase
