@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -11,17 +12,20 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from tests.lib.configs import GPTQ, quantized
 from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 from vllm_moe_oracle.checkpoint.tensor_headers import (
     INDEX_NAME,
+    RefusedFileError,
     expert_tensors,
     has_nonzero_expert_biases,
     is_expert_bias,
     tensor_files,
 )
+from vllm_moe_oracle.cli.main import app
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.verification.checkpoint_tensors import TensorFiles
 
@@ -160,19 +164,54 @@ def test_an_index_of_other_files_is_refused(
         ({"a": [0, 4], "b": None}, 4, "'b' has no data_offsets"),
         ({"a": [0, 4], "b": [4, 8]}, 7, "its tensors end at byte 8 of 7"),
         ({"a": [0, 4]}, 8, "its tensors end at byte 4 of 8"),
+        ({"a": [0, 4], "b": [4, 7]}, 7, "'b' is 'U8' [4] in 3 bytes"),
     ],
 )
-def test_tensors_that_share_or_leave_out_bytes(places: dict[str, Any], size: int, words: str, tmp_path: Path) -> None:
+def test_files_that_vllms_reader_refuses(places: dict[str, Any], size: int, words: str, tmp_path: Path) -> None:
     tensors = {
         name: {"dtype": "U8", "shape": [4]} | ({} if place is None else {"data_offsets": place})
         for name, place in places.items()
     }
     (tmp_path / "model.safetensors").write_bytes(header(**tensors) + bytes(size))
-    with pytest.raises(CheckpointError, match="is not a safetensors file: ") as caught:
-        expert_tensors(tmp_path, [MODULE])
-    assert words in caught.value.rule
+    (tmp_path / "config.json").write_text(json.dumps(quantized()))
+    for refuse in (lambda: expert_tensors(tmp_path, [MODULE]), lambda: find_moe_layers(read_checkpoint(tmp_path))):
+        with pytest.raises(
+            RefusedFileError, match="vLLM's reader refuses the file, and a server does not st"
+        ) as caught:
+            refuse()
+        assert words in caught.value.rule and caught.value.where == str(tmp_path / "model.safetensors")
     with pytest.raises(SafetensorError), safe_open(tmp_path / "model.safetensors", framework="pt"):
         pass
+    with pytest.raises(CheckpointError, match="is damaged, or no safetensors file"):
+        TensorFiles(tmp_path)
+    told = CliRunner().invoke(app, ["explain", str(tmp_path), "--device", "h200"])
+    assert isinstance(told.exception, RefusedFileError)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "size"),
+    [
+        ("BOOL", [3], 3), ("F4", [6], 3), ("F6_E2M3", [4], 3), ("F8_E8M0", [], 1), ("F8_E4M3", [2, 2], 4),
+        ("F8_E5M2FNUZ", [2], 2), ("I16", [2], 4), ("BF16", [3], 6), ("U32", [0, 7], 0), ("C64", [2], 16),
+        ("F64", [1], 8), ("NEW_TYPE", [3], 5),
+    ],
+)  # fmt: skip
+def test_every_dtype_has_the_size_that_safetensors_gives_it(
+    dtype: str, shape: list[int], size: int, tmp_path: Path
+) -> None:
+    """A dtype that is not known has any size: safetensors may know it."""
+    path = tmp_path / "model.safetensors"
+    for more in (0, 1):
+        entry = {"dtype": dtype, "shape": shape, "data_offsets": [0, size + more]}
+        path.write_bytes(header(**{f"{MODULE}.0.weight": entry}) + bytes(size + more))
+        if more and dtype != "NEW_TYPE":
+            with pytest.raises(RefusedFileError, match=f"in {size + more} bytes"):
+                expert_tensors(tmp_path, [MODULE])
+        else:
+            assert expert_tensors(tmp_path, [MODULE])[MODULE].kinds == {("weight", dtype)}
+        if dtype != "NEW_TYPE":
+            with pytest.raises(SafetensorError) if more else contextlib.nullcontext(), safe_open(path, framework="pt"):
+                pass
 
 
 def header(*, length: int | None = None, **tensors: Any) -> bytes:

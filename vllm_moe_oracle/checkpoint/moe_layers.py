@@ -41,6 +41,7 @@ from .model_fields import MAX_RANKS, architectures, count_experts, kinds_of_expe
 from .ranks import Ranks
 from .tensor_headers import (
     ExpertTensors,
+    RefusedFileError,
     are_floating_point,
     are_quantized,
     expert_tensors,
@@ -184,16 +185,18 @@ def _refused_linear(config: CheckpointFiles, problems: Iterable[Problem], vllm: 
 
 def _experts_in_files(config: CheckpointFiles, layers: Iterable[LayerNames]) -> tuple[Mapping[str, ExpertTensors], str]:
     """What the files hold of each layer's experts, by the modules' names in files; nothing where there is no folder.
-    Where a file cannot be read, nothing but a note that says so.
+    Where a file cannot be read, such as one that is not fetched yet, nothing but a note that says so.
 
     Raises:
-        CheckpointError: as by `indexed_names`: what is no index is none for any loader.
+        CheckpointError: as by `indexed_names`, and for a file that vLLM's reader refuses: no server starts with these.
     """
     if config.folder is None:
         return {}, ""
     indexed_names(config.folder)
     try:
         return expert_tensors(config.folder, {name for each in layers for name, _ in each.modules_in_files()}), ""
+    except RefusedFileError:
+        raise
     except CheckpointError as error:
         return {}, f"whether the files hold the experts as the config says is not known: {error}"
 

@@ -9,6 +9,7 @@ follow.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -179,6 +180,7 @@ def expert_tensors(folder: Path, modules: Collection[str]) -> dict[str, ExpertTe
         modules: names of modules of experts in files.
 
     Raises:
+        RefusedFileError: the tensors of a file do not lie in it as vLLM's reader wants them.
         CheckpointError: a file cannot be read, or is not in the safetensors format.
     """
     longest = max(map(len, modules), default=0)
@@ -190,7 +192,7 @@ def expert_tensors(folder: Path, modules: Collection[str]) -> dict[str, ExpertTe
             check_values(data, CheckpointError, str(path))
             tensors = _TYPES.decode(data)
             tensors.pop("__metadata__", None)
-            _check_places(tensors, os.fstat(file.fileno()).st_size - 8 - len(data))
+            _check_places(tensors, os.fstat(file.fileno()).st_size - 8 - len(data), str(path))
         for name, tensor in tensors.items():
             # Truncated first: rpartition copies, and a name in a file may have megabytes.
             if not name.endswith("bias") and (module := _module_of(name[: longest + 1], wanted)):
@@ -200,21 +202,42 @@ def expert_tensors(folder: Path, modules: Collection[str]) -> dict[str, ExpertTe
     return found
 
 
-def _check_places(tensors: Mapping[str, _Tensor], size: int) -> None:
-    """Refuses tensors that do not lie one after the other in all `size` bytes after the header, as the format asks and
-    vLLM's reader checks.
+class RefusedFileError(CheckpointError):
+    """A file of tensors whose header is read, and which vLLM's reader refuses."""
+
+
+def _check_places(tensors: Mapping[str, _Tensor], size: int, where: str) -> None:
+    """Refuses what safetensors' reader refuses: tensors that do not lie one after the other in all `size` bytes after
+    the header, or that have other bytes than dtype and shape say.
 
     Raises:
-        ValueError: naming the first that does not.
+        RefusedFileError: naming the first that does not.
     """
-    end = 0
+    end, wrong = 0, ""
     for first, last, name in sorted((*(each.data_offsets or (-1, -1)), name) for name, each in tensors.items()):
         if first != end or last < first:
-            where = f"is at bytes {first} to {last}" if first >= 0 else "has no data_offsets"
-            raise ValueError(f"{short_repr(name)} {where}, and the tensors before it end at {end}")
+            place = f"is at bytes {first} to {last}" if first >= 0 else "has no data_offsets"
+            wrong = f"{short_repr(name)} {place}, and the tensors before it end at {end}"
+            break
+        if _bits(tensors[name]) not in (None, (last - first) * 8):
+            form = f"{short_repr(tensors[name].dtype)} {short_repr(list(tensors[name].shape))}"
+            wrong = f"{short_repr(name)} is {form} in {last - first} bytes"
+            break
         end = last
-    if end != size:
-        raise ValueError(f"its tensors end at byte {end} of {size}")
+    if not wrong and end != size:
+        wrong = f"its tensors end at byte {end} of {size}"
+    if wrong:
+        rule = f"{wrong}: vLLM's reader refuses the file, and a server does not start"
+        raise RefusedFileError(rule, "Fetch the file again, or write it again with safetensors", where)
+
+
+def _bits(tensor: _Tensor) -> int | None:
+    """Bits of all its numbers by its dtype and shape; None for a dtype that is not known."""
+    width = 8 if tensor.dtype == "BOOL" else int(match[1]) if (match := _WIDTH.match(tensor.dtype)) else None
+    return None if width is None else width * math.prod(tensor.shape)
+
+
+_WIDTH = re.compile(r"(?:[IUFC]|BF)(\d{1,2})(?:_|$)", re.ASCII)
 
 
 _MOST_CHARS = 32
