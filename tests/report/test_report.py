@@ -569,7 +569,6 @@ GOOD = record("mxfp8:qwen3-30b-a3b", 1, {"hopper_mxfp8": 1.0}, "hopper_mxfp8")
         (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"us": {"\x1b[2J": 1.0}}), "has an invalid name"),
         (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"layer": {"name": "x" * 5000}}), "has an invalid name"),
         (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"us": 3}), "line 2 is not a record"),
-        (json.dumps(HEAD)[:-1] + ', "conditions": {}}\n' + json.dumps(GOOD), "line 1: has the field 'conditions' more"),
         (json.dumps(HEAD) + "\n" + json.dumps(GOOD)[:-1] + ', "us": {}}', "line 2: has the field 'us' more than once"),
         ('{"moe_oracle": "1", "groups": [], "served": 1, "served": 0}', "line 1: has the field 'served' more than"),
         ('{"moe_oracle": "1", "groups": [3]}', "line 1 is not a record"),
@@ -583,6 +582,50 @@ def test_what_is_no_measurement_is_refused(tmp_path: Path, content: str, words: 
     with pytest.raises(MeasurementError, match=words) as refused:
         page_data.read(path, Settings())
     assert len(str(refused.value)) < 2000
+
+
+def test_a_record_that_cannot_be_read_costs_itself(run: Run, tmp_path: Path) -> None:
+    file, page = tmp_path / "b.jsonl", tmp_path / "page.html"
+    other = record("mxfp8:gpt-oss-20b", 1, {"hopper_mxfp8": 2.0}, "hopper_mxfp8")
+    lines = [json.dumps(HEAD), "", json.dumps(GOOD | {"tokens": 0}), json.dumps(GOOD), "{" * 8, json.dumps(other)]
+    file.write_text("\n".join(lines))
+    content = page_data.read(file, Settings())
+    assert {each.name: each.counts for each in content.panels} == {GOOD["layer"]["name"]: [1], "mxfp8:gpt-oss-20b": [1]}
+    invalid, broken = content.notes
+    assert invalid == f"left out: {file}: line 3 has an invalid measurement"
+    assert broken.startswith(f"left out: {file}: line 5 is not a record: JSON is malformed")
+    result = run("report", file, "-o", page)
+    assert result.status == 0 and f"note: {invalid}" in result.err and invalid in page.read_text()
+    file.write_text("\n".join([*lines, *9 * ["{"]]))
+    assert page_data.read(file, Settings()).notes[-1] == f"left out: 6 more lines of {file}"
+
+
+@pytest.mark.parametrize("broken", ['{"conditions": {"envi', '{"conditions": {}, "conditions": {}}'])
+def test_records_after_unreadable_conditions_are_of_no_machine(broken: str, tmp_path: Path) -> None:
+    """They are not taken for records of the run before."""
+    file = tmp_path / "b.jsonl"
+    rows = [record("mxfp8:qwen3-30b-a3b", count, {"hopper_mxfp8": 9.0}, "hopper_mxfp8") for count in (1, 4)]
+    file.write_text("\n".join([json.dumps(HEAD), json.dumps(rows[0]), broken, json.dumps(rows[1])]))
+    content = page_data.read(file, Settings())
+    places = {each.environment: each.counts for each in content.panels}
+    assert places.pop("an unknown machine") == [4] and list(places.values()) == [[1]] and len(content.notes) == 1
+    file.write_text("\n".join([broken, json.dumps(rows[1])]))
+    (panel,) = page_data.read(file, Settings()).panels
+    assert panel.environment == "an unknown machine"
+
+
+def test_decisions_beside_one_that_cannot_be_read_are_shown(tmp_path: Path) -> None:
+    group = {"layers": ["model.layers.0.mlp.experts"], "decision": {"backend": "hopper_x"}}
+    servers = [{"moe_oracle": "1", "groups": [group], "process": process} for process in (7, 8)]
+    file, unknown = tmp_path / "d.jsonl", {"moe_oracle": "9", "groups": [], "record_version": 99}
+    file.write_text("\n".join(['{"moe_oracle": "1", "gro', *map(json.dumps, (*servers, unknown))]))
+    content = page_data.read(file, Settings())
+    titles = [each.title.partition(" on ")[0] for each in content.servers]
+    assert titles == ["rank 0 of 1, process 7", "rank 0 of 1, process 8"]
+    broken, newer = content.notes
+    assert (
+        "line 1 is not a record" in broken and "line 4 is not a record: " in newer and "record_version is 99" in newer
+    )
 
 
 def test_errors_of_the_command_are_one_line(run: Run, tmp_path: Path) -> None:

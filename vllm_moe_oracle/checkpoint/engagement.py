@@ -57,6 +57,9 @@ class Engagement:
 def read_engagement(path: Path, layers: MoeLayers) -> Engagement:
     """Compares a report with a checkpoint's layers; of several loads the last one counts.
 
+    A line that cannot be read voids the report: it may be a rank of the last load, or all of it, and an earlier load
+    would be taken for that.
+
     Args:
         path: the file that the setting `report` named.
         layers: the checkpoint's, from `find_moe_layers`.

@@ -1,7 +1,8 @@
 """What `report` shows: measurements and decisions from files, in one form. `html_report` makes the page of it.
 
 Three kinds of files are read: records of `bench` and decision records of servers, both with one JSON object per line,
-and profiles. Files may come from anybody: every field is checked, and nothing reaches the page unescaped.
+and profiles. Files may come from anybody: every field is checked, and nothing reaches the page unescaped. A line that
+cannot be read costs its record, and a note says which and why: nothing is decided by what the page shows.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def read(path: Path, settings: Settings) -> ReportContent:
         settings: settings under which the oracle decides.
 
     Raises:
-        MeasurementError: the file cannot be read, or is not in one of these formats.
+        MeasurementError: the file cannot be read, is not in one of these formats, or none of its records can be read.
     """
     with boundary(MeasurementError, "cannot be shown", _FILE_REMEDY, str(path)):
         return _read(path, settings)
@@ -183,23 +184,30 @@ def read(path: Path, settings: Settings) -> ReportContent:
 
 def _read(path: Path, settings: Settings) -> ReportContent:
     data = profile.read_limited(path)
-    lines = [line for line in data.splitlines() if line.strip()]
+    lines = [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
     if not lines:
         raise MeasurementError("is empty", _FILE_REMEDY, str(path))
-    first = _json_object(lines[0])
+    objects = (found for _, line in lines if (found := _json_object(line)) is not None)
+    first = next((each for each in objects if _is_bench(each) or _is_decision(each)), _json_object(lines[0][1]))
     if first is None or "format" in first:  # a profile, on several lines or on one
         try:
             found = profile.read(path)
         except MeasurementError as error:
             raise MeasurementError(error.rule, _FILE_REMEDY, error.where) from error
         return _from_profile(found, dataclasses.replace(settings, profile=str(path)), str(path))
-    if "conditions" in first or "us" in first:
+    if _is_bench(first):
         return _from_bench(lines, path, settings)
-    if "moe_oracle" in first and "groups" in first:
-        records = [_decode_line(line, ServerRecord, path, n) for n, line in enumerate(lines, 1)]
-        last = last_of_each_load(records, ServerRecord.process_and_layers)
-        return ReportContent(servers=tuple(map(decisions_of, last)))
+    if _is_decision(first):
+        return _from_server(lines, path)
     raise MeasurementError("is neither records nor a profile", _FILE_REMEDY, str(path))
+
+
+def _is_bench(line: Mapping[str, Any]) -> bool:
+    return "conditions" in line or "us" in line
+
+
+def _is_decision(line: Mapping[str, Any]) -> bool:
+    return "moe_oracle" in line and "groups" in line
 
 
 _FILE_REMEDY = "Give a file of bench --jsonl, of tune --export, or of the setting report"
@@ -278,24 +286,72 @@ def _decode_line(line: bytes, kind: type[Any], path: Path, number: int) -> Any:
         return found
 
 
-def _from_bench(lines: Sequence[bytes], path: Path, settings: Settings) -> ReportContent:
+_MOST_REMARKS = 5
+"""Lines of a file that are named, of those that are left out."""
+
+
+def _remarks(errors: Sequence[MeasurementError]) -> tuple[str, ...]:
+    """What is said of lines that are left out."""
+    said = [f"left out: {each.where}: {each.rule}" for each in errors[:_MOST_REMARKS]]
+    more = len(errors) - len(said)
+    return (*said, *([f"left out: {more} more lines of {errors[0].where}"] if more else []))
+
+
+def _from_server(lines: Sequence[tuple[int, bytes]], path: Path) -> ReportContent:
+    """Decisions of a server's processes. Where the last record of a process is left out, the one before is shown."""
+    records: list[ServerRecord] = []
+    errors: list[MeasurementError] = []
+    for number, line in lines:
+        try:
+            records.append(_decode_line(line, ServerRecord, path, number))
+        except MeasurementError as error:
+            errors.append(error)
+    if not records:
+        raise errors[0]
+    last = last_of_each_load(records, ServerRecord.process_and_layers)
+    return ReportContent(servers=tuple(map(decisions_of, last)), notes=_remarks(errors))
+
+
+def _bench_line(line: bytes, path: Path, number: int) -> dict[str, Any] | BenchRecord:
+    """The conditions of a run, or a record.
+
+    Raises:
+        MeasurementError: the line is neither.
+    """
+    fields = _json_object(line)
+    if fields is not None and isinstance(head := fields.get("conditions"), dict):
+        check_fields_once(line, MeasurementError, f"{path}, line {number}")
+        return head
+    record: BenchRecord = _decode_line(line, BenchRecord, path, number)
+    _check_record(record, path, number)
+    return record
+
+
+def _from_bench(lines: Sequence[tuple[int, bytes]], path: Path, settings: Settings) -> ReportContent:
+    """Times of the runs of a file. Where the conditions of one are left out, its records are of an unknown machine."""
     conditions: list[tuple[str, tuple[tuple[str, str], ...]]] = []
     here, suffix = _UNKNOWN, ""
     layers: dict[tuple[str, KernelShape, str], list[BenchRecord]] = {}
     environments: dict[str, Environment] = {}
-    for number, line in enumerate(lines, 1):
-        fields = _json_object(line)
-        if fields is not None and isinstance(head := fields.get("conditions"), dict):
-            check_fields_once(line, MeasurementError, f"{path}, line {number}")
-            conditions.append((str(path), tuple((_to_text(name), _to_text(value)) for name, value in head.items())))
-            here = _environment(head)
-            suffix = "" if head.get("routing", "uniform") == "uniform" else sanitize(f", {head['routing']} routing")
+    errors: list[MeasurementError] = []
+    for number, line in lines:
+        try:
+            read = _bench_line(line, path, number)
+        except MeasurementError as error:
+            errors.append(error)
+            if b'"conditions"' in line:
+                here, suffix = _UNKNOWN, ""
             continue
-        record: BenchRecord = _decode_line(line, BenchRecord, path, number)
-        _check_record(record, path, number)
-        where = f"{here}{suffix}"
-        environments[where] = here
-        layers.setdefault((record.name, record.kernel_shape, where), []).append(record)
+        if isinstance(read, BenchRecord):
+            where = f"{here}{suffix}"
+            environments[where] = here
+            layers.setdefault((read.name, read.kernel_shape, where), []).append(read)
+            continue
+        conditions.append((str(path), tuple((_to_text(name), _to_text(value)) for name, value in read.items())))
+        here = _environment(read)
+        suffix = "" if read.get("routing", "uniform") == "uniform" else sanitize(f", {read['routing']} routing")
+    if errors and not layers:
+        raise errors[0]
     panels = []
     for (_, shape, where), found in layers.items():
         panel = panel_of_records(found, where)
@@ -303,7 +359,7 @@ def _from_bench(lines: Sequence[bytes], path: Path, settings: Settings) -> Repor
         if problem is not None and device is not None:
             panel = _with_decision(panel, problem, device, settings)
         panels.append(panel)
-    return ReportContent(tuple(panels), conditions=tuple(conditions))
+    return ReportContent(tuple(panels), conditions=tuple(conditions), notes=_remarks(errors))
 
 
 def _check_record(record: BenchRecord, path: Path, number: int) -> None:

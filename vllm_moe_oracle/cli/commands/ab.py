@@ -345,7 +345,11 @@ def _serve(run: _Run, kind: str, turn: int, folder: Path, report: Callable[[str]
 
 
 def _read_records(path: Path) -> tuple[dict[str, int], int]:
-    """How many layers run by backend, and how many MoE layers there are, by a server's decision records."""
+    """How many layers run by backend, and how many MoE layers there are, by a server's decision records.
+
+    Raises:
+        MeasurementError: a line cannot be read: it may say that this is another server than it is called.
+    """
     backends: dict[str, int] = {}
     layers = 0
     if path.exists():
