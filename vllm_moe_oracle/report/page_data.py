@@ -187,7 +187,7 @@ def _read(path: Path, settings: Settings) -> ReportContent:
     lines = [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
     if not lines:
         raise MeasurementError("is empty", _FILE_REMEDY, str(path))
-    objects = (found for _, line in lines if (found := _json_object(line)) is not None)
+    objects = (each for _, line in lines if (each := _json_object(line)) is not None)
     first = next((each for each in objects if _is_bench(each) or _is_decision(each)), _json_object(lines[0][1]))
     if first is None or "format" in first:  # a profile, on several lines or on one
         try:
