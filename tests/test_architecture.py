@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from vllm_moe_oracle import settings
+from vllm_moe_oracle.core import env_vars
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "vllm_moe_oracle"
@@ -303,13 +304,12 @@ def named_settings(path: Path) -> Iterator[tuple[object, int]]:
             yield from ((each.value, node.lineno) for each in node.args if isinstance(each, ast.Constant))
 
 
-def test_only_settings_spells_the_variable_of_a_setting() -> None:
-    assert settings.ENV_PREFIX in MODULES["settings"].read_text(encoding="utf-8")
+def test_one_function_spells_the_variables_of_settings() -> None:
     spelled = [
         place(module, number)
         for module, path in MODULES.items()
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if settings.ENV_PREFIX in line and module != "settings"
+        if env_vars.ENV_PREFIX in line and module not in ("core.env_vars", "settings")
     ]
     assert not spelled, "write env_var(...): " + ", ".join(spelled)
 
@@ -318,6 +318,55 @@ def test_variables_are_asked_for_by_names_that_settings_has() -> None:
     asked = [(name, place(module, line)) for module, path in MODULES.items() for name, line in named_settings(path)]
     assert {"disable", "cache", "force"} <= {name for name, _ in asked}
     assert not [each for each in asked if each[0] not in settings.FIELDS]
+
+
+def texts(parsed: ast.AST) -> Iterator[tuple[str, int]]:
+    """Texts other than docstrings, without what f-strings compute, and their lines."""
+    parts = {id(part) for node in ast.walk(parsed) if isinstance(node, ast.JoinedStr) for part in node.values}
+    parts |= {id(node.value) for node in ast.walk(parsed) if isinstance(node, ast.Expr)}
+    for node in ast.walk(parsed):
+        values = node.values if isinstance(node, ast.JoinedStr) else [] if id(node) in parts else [node]
+        words = [str(part.value) if isinstance(part, ast.Constant) else "{}" for part in values]
+        if isinstance(node, ast.JoinedStr | ast.Constant):
+            yield "".join(words), node.lineno
+
+
+def bare_settings(text: str) -> list[str]:
+    """Where a text for users calls a setting by its name, which is not what a server reads; ``--set`` of the command
+    line tool does."""
+    names = "|".join(settings.FIELDS)
+    found = re.findall(rf"(?<!--set )(?<!--set ')\b(?:{names})=|\bsettings? (?:{names})\b", text)
+    return found + [name for name in settings.FIELDS if "_" in name and " " in text and re.search(rf"\b{name}\b", text)]
+
+
+def test_messages_name_the_variables_of_settings() -> None:
+    said = [
+        f"{place(module, line)} ({', '.join(bare)})"
+        for module, path in MODULES.items()
+        if module != "settings"  # its texts stand beside the names
+        for text, line in texts(tree(path))
+        if (bare := bare_settings(text))
+    ]
+    assert not said, "write env_var(...): " + ", ".join(said)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ('f"Set disable={name}"', ["disable="]),
+        ('"take it out of the setting disable"', ["setting disable"]),
+        ('"only with allow_activation_quantization"', ["allow_activation_quantization"]),
+        ("f\"Set {env_var('disable')}={name}\"", []),
+        ('"Write --set backend=emulation"', []),
+        ('def asked():\n    """disable=NAME"""', []),
+    ],
+)
+def test_a_bare_setting_is_seen(source: str, found: list[str]) -> None:
+    assert [
+        bare
+        for text, _ in texts(ast.parse(f"said = {source}" if "def" not in source else source))
+        for bare in bare_settings(text)
+    ] == found
 
 
 def docstring_reads(path: Path) -> list[int]:
@@ -356,6 +405,7 @@ def test_experts_parameters_are_registered_and_replaced_in_one_place() -> None:
         "import vllm_moe_oracle.cli.main",
         """
 from vllm_moe_oracle import settings
+from vllm_moe_oracle.core import env_vars
 from vllm_moe_oracle.devices import catalog
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.core.problem import Activation, Problem, Scheme

@@ -22,10 +22,11 @@ from typing import Any, Literal, get_args
 
 from .core import objectives
 from .core.decimals import parse_decimal
+from .core.env_vars import ENV_PREFIX
+from .core.env_vars import env_var as env_var
 from .core.overrides import Override, parse_overrides
 from .errors import SettingError, did_you_mean
 
-ENV_PREFIX = "MOE_ORACLE_"
 CONFIG_SECTION = "moe_oracle"
 AUTO = "auto"
 _RECORDS_DIR_VAR = "_MOE_ORACLE_RECORDS"
@@ -303,18 +304,6 @@ class Settings:
 FIELDS: Mapping[str, dataclasses.Field[Any]] = MappingProxyType(
     {item.name: item for item in dataclasses.fields(Settings) if "read" in item.metadata}
 )
-
-
-def env_var(name: str) -> str:
-    """The environment variable of a setting: how every remedy names it.
-
-    Args:
-        name: that of a field of `Settings`.
-
-    Raises:
-        KeyError: there is no such setting.
-    """
-    return ENV_PREFIX + FIELDS[name].name.upper()
 
 
 def shared_values(settings: Settings) -> dict[str, Any]:

@@ -239,7 +239,7 @@ KIMI_TP8 = {"experts": 384, "hidden_size": 7168, "intermediate_size": 256, "tp":
 def test_choices(changes: dict[str, Any], capability: int, chosen: str) -> None:
     layer = usual("marlin_wna16", **changes)
     if not chosen:
-        with pytest.raises(NoBackendError, match="emulation runs it slowly: the setting backend=emulation"):
+        with pytest.raises(NoBackendError, match="emulation runs it slowly: MOE_ORACLE_BACKEND=emulation"):
             decide(layer, gpu(capability), Settings())
         return
     decision = decide(layer, gpu(capability), Settings())

@@ -131,7 +131,7 @@ def test_what_a_refusal_offers_is_accepted_and_what_would_be_is_offered(
             offered[size] = over(layer, tp=int(size))
         if f"expert parallelism over the {ranks} ranks" in reason.remedy:
             offered["ep"] = over(layer, ep=ranks)
-        if ragged := re.search(r"ragged_shards=1, with (\d+) on the first rank and (\d+) on the last", reason.remedy):
+        if ragged := re.search(r"RAGGED_SHARDS=1, with (\d+) on the first rank and (\d+) on the last", reason.remedy):
             offered["ragged"] = shard_by_scale_groups(layer)
             first, last = map(int, ragged.groups())
             assert first * (ranks - 1) + last == layer.unsharded_intermediate_size, reason

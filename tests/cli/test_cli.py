@@ -115,7 +115,7 @@ def test_tables_without_a_terminal_are_plain_and_fit_80_columns(run: Run, write:
     assert "\x1b" not in result.out
     assert all(len(line) <= 80 and line == line.rstrip() for line in result.out.splitlines())
     # Wrapped, not cut: all words of a reason are there.
-    assert "disabled by --set disable (take it out of the setting disable)" in result.text
+    assert "disabled by --set disable (take it out of MOE_ORACLE_DISABLE)" in result.text
 
 
 def test_explain_reads_a_checkpoints_folder(run: Run, write: Write) -> None:
@@ -272,7 +272,7 @@ def test_moe_backends_of_other_layers_are_known(run: Run, write: Write) -> None:
 
 def test_the_remedy_of_a_refusal_is_kept(run: Run, write: Write) -> None:
     arguments = ("explain", write(), "--device", "cpu", "--set", "backend=marlin_mxfp8")
-    remedy = "Choose an accepted one (cpu_dequantized, emulation), or auto, or set on_unavailable=fallback"
+    remedy = "Choose an accepted one (cpu_dequantized, emulation), or auto, or set MOE_ORACLE_ON_UNAVAILABLE=fallback"
     assert remedy in run(*arguments).text
     assert remedy in run(*arguments, "--json").err
 
@@ -294,7 +294,7 @@ def test_a_backend_that_cannot_run_is_refused_with_reason_and_remedy(
     text = result.text
     assert result.status == 3 and said in text
     accepted = re.findall(r"^  (\w+) +accepted", result.out, re.MULTILINE)
-    assert f"Choose an accepted one ({', '.join(accepted)}), or auto, or set on_unavailable=fallback" in text
+    assert f"Choose an accepted one ({', '.join(accepted)}), or auto, or set MOE_ORACLE_ON_UNAVAILABLE=fallback" in text
     assert "humming_mxfp8" in accepted and "trtllm_mxfp8" not in accepted
     assert ("Did you mean" in text) == (name != "trtllm_mxfp8")
 
@@ -326,7 +326,7 @@ def test_the_option_backend_is_the_setting(run: Run, write: Write) -> None:
     assert "hopper" not in result.err
     result = run("explain", path, "--device", "nvidia-h200", "--moe-backend", "hopper_mxfp8")
     text = result.text
-    assert result.status == 3 and "this project's own names go into the setting backend" in text
+    assert result.status == 3 and "this project's own names go into MOE_ORACLE_BACKEND" in text
     assert "Choose an accepted one (humming, marlin, emulation), or auto" in text
     result = run("explain", path, "--device", "nvidia-h200", "--set", "disable=hopper_mxpf8")
     assert result.status == 2 and "Did you mean hopper_mxfp8? Valid are" in result.err
@@ -438,7 +438,7 @@ def test_a_permission_that_changes_nothing_is_said(run: Run, write: Write) -> No
         decided = run("explain", write(), "--device", "nvidia-h200", "--set", *more, "--json").json["groups"][0]
         return str(decided["decision"]["explanation"])
 
-    said = "allow_activation_quantization=1 changes nothing here: hopper_mxfp8_w8a8_token must be chosen by name"
+    said = "QUANTIZATION=1 changes nothing here: hopper_mxfp8_w8a8_token must be chosen by name"
     assert said in why("allow_activation_quantization=1")
     assert "changes nothing" not in why("use_measurements=1")
     assert "changes nothing" not in why("allow_activation_quantization=1", "--backend", "hopper_mxfp8_w8a8_token")
@@ -831,7 +831,7 @@ def test_a_layer_that_only_stock_takes_on_a_gpu_is_called_stocks(run: Run, write
 def test_what_neither_runs_on_a_gpu_is_an_error_that_offers_the_emulation(run: Run, write: Write) -> None:
     result = run("explain", write(dtype="float16"), "--device", "nvidia-a100")
     said = result.text
-    assert result.status == 3 and "marlin_mxfp8: --dtype bfloat16. emulation runs it slowly: the setting" in said
+    assert result.status == 3 and "marlin_mxfp8: --dtype bfloat16. emulation runs it slowly: MOE_ORACLE_BACKEND=" in said
 
 
 def test_unreadable_profiles_and_caches_are_remarked(
@@ -913,7 +913,8 @@ def test_a_file_that_cannot_be_reported_says_which_can(run: Run, tmp_path: Path)
     file.write_text("{no JSON")
     result = run("report", file)
     assert (
-        result.status == 2 and "Give a file of bench --jsonl, of tune --export, or of the setting report" in result.err
+        result.status == 2
+        and "Give a file of bench --jsonl, of tune --export, or the one that MOE_ORACLE_REPORT" in result.err
     )
 
 

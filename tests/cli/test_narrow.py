@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -111,6 +112,12 @@ def test_every_backend_is_named_whole_on_a_narrow_terminal(run: Run, monkeypatch
     monkeypatch.setenv("COLUMNS", "60")
     shown: Callable[[str], bool] = set(run("status", "--verbose").out.replace(":", " ").split()).__contains__
     assert all(map(shown, (each.name for each in default_registry())))
+
+
+def test_eighty_columns_hold_the_table_of_candidates(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = run("explain", CONFIGS / "gpt-oss-20b.json", "--device", "nvidia-h200").out
+    assert re.search(r"^ *candidate +verdict +reasons", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("columns", "least", "most"), [("0", 60, 80), ("1", 10, 20), ("99999999", 60, 1000)])

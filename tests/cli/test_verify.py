@@ -248,7 +248,7 @@ def test_a_truncated_file_is_refused(run: cli.Run, model: Path, tmp_path: Path) 
     file = damaged / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     found = run("verify", damaged)
-    assert found.status == 2 and "is damaged, or no safetensors file" in found.err and "Fetch" in found.err
+    assert found.status == 2 and "the file, and a server does not start" in found.err and "Fetch" in found.err
 
 
 @pytest.mark.parametrize(
@@ -521,7 +521,7 @@ def test_a_report_that_ends_within_a_line_is_read_but_not_complete(run: cli.Run,
         ({"moe_layers": -9}, "Expected `int` >= 0 - at `$.moe_layers`"),
         ({"moe_layers": 10**30}, "Expected `int` <= 4294967295 - at `$.moe_layers`"),
         ({"served": 99, "moe_layers": 2}, "served is 99, more than the moe_layers, which are 2"),
-        ({"groups": None}, "Give the file that the setting report names"),
+        ({"groups": None}, "Give the file that MOE_ORACLE_REPORT names"),
         ({"load_began": 2.0, "load_ended": 1.0}, "the load ends before it begins"),
     ],
     ids=["version", "rank", "process", "served", "layers", "huge", "more", "groups", "times"],

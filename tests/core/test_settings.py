@@ -32,11 +32,6 @@ def test_every_setting_has_a_help_text_and_a_variable(name: str) -> None:
     assert env_var(name) == f"MOE_ORACLE_{name.upper()}"
 
 
-def test_no_variable_is_made_of_a_name_that_is_not_a_setting() -> None:
-    with pytest.raises(KeyError):
-        env_var("disabled")
-
-
 # --- Types -----------------------------------------------------------------------------------------------------------
 
 

@@ -150,8 +150,8 @@ def test_a_shard_that_splits_a_scale_group_is_refused_with_a_remedy() -> None:
     assert reason.code == "group.intermediate"
     assert reason.detail == "intermediate size 160 / 2 = 80 is not a multiple of the scale group 32 (80 mod 32 = 16)"
     assert reason.remedy == (
-        "TP 1 or expert parallelism over the 2 ranks (--enable-expert-parallel) would work; so would ragged_shards=1, "
-        "with 96 on the first rank and 64 on the last"
+        "TP 1 or expert parallelism over the 2 ranks (--enable-expert-parallel) would work; so would "
+        "MOE_ORACLE_RAGGED_SHARDS=1, with 96 on the first rank and 64 on the last"
     )
 
 

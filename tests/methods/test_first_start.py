@@ -166,7 +166,7 @@ def test_where_it_cannot_be_right_it_says_why_once(tmp_path: Path, caplog: pytes
         decided(asked(tmp_path, **assignments), problem(layer=f"layers.{index}", tp=index + 1, **changes))
     assert not measuring.calls
     (said,) = (each for each in caplog.messages if words in each)
-    assert said.startswith("moe_oracle: measure_at_start measures nothing of layers.0: ")
+    assert said.startswith("moe_oracle: MOE_ORACLE_MEASURE_AT_START measures nothing of layers.0: ")
 
 
 def test_vllms_own_option_is_a_choice_too(tmp_path: Path) -> None:

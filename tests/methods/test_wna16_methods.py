@@ -233,7 +233,10 @@ def test_ranks_may_have_shares_of_whole_groups(packing: str, kind: dict[str, Any
     group = kind.get("group", 32)
     sizes = {"experts": 3, "top_k": 2, "hidden_size": 64, "intermediate_size": 5 * group}
     contents = contents_of(layer_of(packing, **kind, **sizes))
-    with moe.engine(), pytest.raises(NoBackendError, match=r"so would ragged_shards=1, with \d+ on the first rank"):
+    with (
+        moe.engine(),
+        pytest.raises(NoBackendError, match=r"so would MOE_ORACLE_RAGGED_SHARDS=1, with \d+ on the first rank"),
+    ):
         moe.made(contents.problem, moe.moe_config(contents.problem, 0, 2))
     with moe.engine(ragged_shards=True):
         layers = loaded(contents, ranks=2)

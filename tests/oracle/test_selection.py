@@ -69,7 +69,7 @@ def test_moe_backend_accepts_only_vllms_names() -> None:
     with pytest.raises(NoBackendError) as caught:
         decide(problem(), H200, settings(), moe_backend="other", registry=THREE)
     assert "other (--moe-backend other) is not a backend for mxfp8 experts" in caught.value.rule
-    assert "this project's own names go into the setting backend" in caught.value.rule
+    assert "this project's own names go into MOE_ORACLE_BACKEND" in caught.value.rule
 
 
 def test_our_setting_goes_before_vllms_moe_backend_and_says_so() -> None:
@@ -144,7 +144,7 @@ def test_an_explicit_choice_that_cannot_run_is_an_error_with_a_table() -> None:
         assert part in text
     assert error.where == problem().layer
     assert {candidate.backend for candidate in error.candidates} == {"wanted", "third", "fast"}
-    assert "on_unavailable=fallback" in error.remedy
+    assert "MOE_ORACLE_ON_UNAVAILABLE=fallback" in error.remedy
     # A remedy starts its own line after the table, with no full stop before it.
     lines = text.splitlines()
     assert lines[0] == f"{error.where}: {error.rule}" and lines[1].startswith("Every candidate for ")
@@ -228,7 +228,7 @@ def test_auto_is_no_remedy_where_only_a_name_would_do() -> None:
     layer = model_shapes.parse("mxfp8:gpt-oss-20b")
     with pytest.raises(NoBackendError, match=r"Choose an accepted one \(emulation\)$"):
         decide(layer, known_device("nvidia-b200"), settings(backend="hopper_mxfp8"))
-    with pytest.raises(NoBackendError, match=r"\), or auto, or set on_unavailable=fallback$"):
+    with pytest.raises(NoBackendError, match=r"\), or auto, or set MOE_ORACLE_ON_UNAVAILABLE=fallback$"):
         decide(problem(), known_device("nvidia-b200"), settings(backend="hopper_mxfp8"))
 
 
@@ -294,7 +294,7 @@ def test_a_kernel_that_runs_by_name_is_the_nearest() -> None:
     with pytest.raises(NoBackendError) as caught:
         decide(problem(), H200, settings(), registry=some)
     assert "; nearest is named: was not measured: it runs only when it is asked for by name" in caught.value.rule
-    assert caught.value.remedy == "named can run it: the setting backend=named"
+    assert caught.value.remedy == "named can run it: MOE_ORACLE_BACKEND=named"
 
 
 def test_candidates_without_a_choice_are_in_static_order() -> None:
@@ -372,7 +372,7 @@ def test_activations_are_quantized_only_as_declared_or_allowed(
     if not accepted:
         assert [reason.code for reason in verdict.reasons] == ["activation_quantization"]
         assert consumed in verdict.reasons[0].detail and declared in verdict.reasons[0].detail
-        assert "allow_activation_quantization" in verdict.reasons[0].remedy
+        assert "MOE_ORACLE_ALLOW_ACTIVATION_QUANTIZATION" in verdict.reasons[0].remedy
 
 
 def test_an_explicit_choice_does_not_allow_quantization_by_itself() -> None:
@@ -591,7 +591,7 @@ def test_the_reference_runs_on_a_gpu_by_name_only(device: Device) -> None:
             decide(problem(), device, chosen, registry=some)
         message = str(caught.value)
         assert "no kernel can run mxfp8 experts here" in message and "near refuses by c for 2048" in message
-        assert "emulation runs it slowly: the setting backend=emulation, or --moe-backend emulation" in message
+        assert "emulation runs it slowly: MOE_ORACLE_BACKEND=emulation, or --moe-backend emulation" in message
         assert not any(each.accepted for each in caught.value.candidates)
     named = settings(backend="emulation"), settings(overrides="re:.=emulation")
     assert {decide(problem(), device, each, registry=some).backend for each in named} == {"emulation"}
@@ -632,7 +632,7 @@ def test_the_reference_on_a_cpu_is_degraded_if_a_remedy_exists() -> None:
     there = dataclasses.replace(CPU, features=("avx512f", "avx512_bf16"), packages={"vllm": NEWEST})
     decision = decide(problem(scheme=INT4_G128), there, settings())
     assert decision.backend == "emulation" and decision.degraded
-    assert "set allow_activation_quantization=1 and choose it by name" in decision.explanation
+    assert "set MOE_ORACLE_ALLOW_ACTIVATION_QUANTIZATION to 1 and choose it by name" in decision.explanation
     assert not decide(problem(scheme=INT4_G128), dataclasses.replace(there, features=()), settings()).degraded
     assert not decide(problem(scheme=INT4_G128), there, settings(disable="cpu_int4")).degraded
     assert not decide(problem(scheme=MXFP8_W8A8), there, settings()).degraded

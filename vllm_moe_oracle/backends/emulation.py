@@ -17,6 +17,7 @@ from ..core.activations import GATED, UNGATED, spec_of
 from ..core.capabilities import Capabilities, Rule
 from ..core.decision import Numerics, ShardPlan
 from ..core.problem import Activation, ActivationPrecision, Device, Problem
+from ..settings import env_var
 from ._contract import Adapters, Backend, Builder, Tensors
 from ._lora_rules import LORA_RULES
 
@@ -80,7 +81,7 @@ class Emulation(Backend):
             lambda problem, device: (
                 f"{_describe_precisions(problem)}, the checkpoint declares {problem.scheme.activations}"
             ),
-            "set activations=16bit to leave them as they are",
+            f"set {env_var('activations')}=16bit to leave them as they are",
         ),
     )
 

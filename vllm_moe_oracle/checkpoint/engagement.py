@@ -14,6 +14,7 @@ import msgspec
 from ..decision_records import ServerRecord
 from ..errors import MeasurementError
 from ..quantization.fields import short_repr
+from ..settings import env_var
 from ..untrusted import boundary, complete_lines, parse_json
 from .moe_layers import MoeLayers
 
@@ -146,7 +147,7 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() and len(part) < 9 else (-1, part) for part in name.split(".")]
 
 
-_REMEDY = "Give the file that the setting report names, and use the vllm-moe-oracle of the server that wrote it"
+_REMEDY = f"Give the file that {env_var('report')} names, and use the vllm-moe-oracle of the server that wrote it"
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ Assignments = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="A setting of the plugin, e.g. backend=emulation. Repeatable.",
+        help="A setting of the plugin, e.g. --set backend=emulation. Repeatable.",
         metavar="KEY=VALUE",
         autocompletion=completion.assignments,
     ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import sys
 import threading
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..errors import printable, sanitize
+from ..oracle.watchdog import end_copy
+from ..settings import env_var
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +32,23 @@ GLUE = "\N{OPEN BOX}"
 """Stands for a space at which no line is broken. rich breaks lines at every kind of space."""
 
 
+_process: int | None = None
+"""The process that answers; None for whichever asks."""
+
+
+def answer_from_this_process() -> None:
+    """Has a copy of this process that comes to print the answer, too, end instead."""
+    global _process
+    _process = os.getpid()
+
+
+def write(text: str) -> None:
+    """Writes a part of the answer to standard output, as it is."""
+    if _process is not None:
+        end_copy(_process, "code beside the backends' own methods", f"{env_var('disable')} leaves a backend out")
+    sys.stdout.write(text)
+
+
 def show(*parts: Any) -> None:
     """Prints texts, tables and paddings for people: no markup (names hold brackets), and no escape codes but rich's own
     on a terminal."""
@@ -37,12 +57,12 @@ def show(*parts: Any) -> None:
         for part in parts:
             console.print(printable(part) if isinstance(part, str) else part)
     # rich fills every line of a table up to the width; a log does not want that.
-    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().replace(GLUE, " ").splitlines()))
+    write("".join(f"{line.rstrip()}\n" for line in capture.get().replace(GLUE, " ").splitlines()))
 
 
 def show_line(text: str) -> None:
     """Prints one line for people as it is, not wrapped: a command that they copy."""
-    sys.stdout.write(f"{printable(text)}\n")
+    write(f"{printable(text)}\n")
 
 
 def command_line() -> str:
@@ -53,7 +73,7 @@ def command_line() -> str:
 def print_json(data: object) -> None:
     """Writes data as JSON, indented, and nothing else, to standard output."""
     # In ASCII: a terminal takes some characters beyond it for commands, and names of files need not be UTF-8.
-    sys.stdout.write(json.dumps(msgspec.to_builtins(data), indent=2) + "\n")
+    write(json.dumps(msgspec.to_builtins(data), indent=2) + "\n")
 
 
 def print_message(kind: str, text: str) -> None:
@@ -105,8 +125,8 @@ def show_table(
 ) -> None:
     """Prints a table whose last column takes the room that is left. No word is broken, and no cell of the first column.
 
-    Where that has no room, a table of three columns becomes paragraphs, one for the names and one for each row; any
-    other becomes several tables, each with the first column.
+    Where that has no room, the table is not indented. Where it has none then, a table of three columns becomes
+    paragraphs, one for the names and one for each row; any other becomes several tables, each with the first column.
 
     Args:
         columns: the columns' names.
@@ -115,8 +135,9 @@ def show_table(
         marked: indices of rows that a terminal shows in bold.
     """
     lines = [[printable(cell) for cell in row] for row in rows]
-    room = width() - indent
-    widths = _column_widths(columns, lines, room)
+    widths = _column_widths(columns, lines, width() - indent)
+    if widths is None:
+        indent, widths = 0, _column_widths(columns, lines, width())
     if widths is not None:
         show("", _table(columns, lines, widths, indent, marked))
     elif len(columns) == 3:
@@ -128,7 +149,7 @@ def show_table(
             if third:
                 show(key_value_table([("", third)]))
     else:
-        _show_in_parts(columns, lines, room, indent, marked)
+        _show_in_parts(columns, lines, width(), indent, marked)
 
 
 _BETWEEN = 3

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
 
-from ..settings import get_env
+from ..settings import env_var, get_env
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -41,8 +41,8 @@ class IgnoredVariable:
 
 
 _ACTIVATIONS_UNCHANGED = (
-    "inputs of quantized experts are quantized only where the checkpoint or the setting activations says so, never by "
-    "a variable of one kernel"
+    f"inputs of quantized experts are quantized only where the checkpoint or {env_var('activations')} says so, never "
+    "by a variable of one kernel"
 )
 
 IGNORED_VARIABLES = {
@@ -57,13 +57,13 @@ IGNORED_VARIABLES = {
         ("", "auto"),
     ),
     "VLLM_USE_FLASHINFER_MOE_INT4": IgnoredVariable(
-        "the setting backend=trtllm_mxint4 selects FlashInfer's kernel for int4", ("", "0", "false")
+        f"{env_var('backend')}=trtllm_mxint4 selects FlashInfer's kernel for int4", ("", "0", "false")
     ),
     "VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD": IgnoredVariable(
         "emulated experts stay in 8 bits and are dequantized one by one in each step", ("", "0", "false")
     ),
     "VLLM_CPU_INT4_W4A8": IgnoredVariable(
-        "on a CPU, int4 experts get int8 activations only with the setting allow_activation_quantization",
+        f"on a CPU, int4 experts get int8 activations only with {env_var('allow_activation_quantization')}=1",
         ("", "1"),
     ),
 }

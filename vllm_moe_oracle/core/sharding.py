@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from .decision import Reason, ShardPlan
+from .env_vars import env_var
 from .problem import MX_BLOCK, Parallel, Problem
 
 
@@ -124,8 +125,8 @@ def suggest_parallelism(problem: Problem, works: IsViable) -> str:
     ragged = shard_by_scale_groups(problem)
     if ragged is not problem and works(ragged):
         words += (
-            f"{'; so ' if ways else ''}would ragged_shards=1, with {ragged.intermediate_size} on the first rank "
-            f"and {shard_size(ragged, ranks - 1)} on the last"
+            f"{'; so ' if ways else ''}would {env_var('ragged_shards')}=1, with {ragged.intermediate_size} on the "
+            f"first rank and {shard_size(ragged, ranks - 1)} on the last"
         )
     return words
 

@@ -220,7 +220,7 @@ class Store:
         except FileNotFoundError:
             return False
         except NotADirectoryError as error:
-            raise self._error("its parent is not a directory", "Give a directory as the setting cache") from error
+            raise self._error("its parent is not a directory", f"Set {env_var('cache')} to a directory") from error
         except (OSError, ValueError) as error:
             raise self._error(f"cannot be opened: {getattr(error, 'strerror', None) or error}") from error
         which = "" if path == self.path else f"{path.name} beside it "

@@ -371,7 +371,7 @@ def check_beside(method: LayerMethod, prepare: Callable[[], InstalledLayer]) -> 
     message, success = _failure(method, functools.partial(_compare, prepare))
     if message:
         rule = f"{name}, for some numbers of tokens, disagrees with the reference after the conversion of {problem}"
-        remedy = f"Set disable={name}, and report this with the model's name"
+        remedy = f"Choose another backend ({env_var('disable')}={name}), and report this with the model's name"
         raise SelfCheckError(f"{rule}: {message}", remedy, problem.layer)
     logger.debug("moe_oracle: %s: check of %s after the conversion: %s", problem.layer, name, success)
 

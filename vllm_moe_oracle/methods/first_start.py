@@ -96,7 +96,7 @@ def measure_if_undecided(
         nonlocal names
         names, reason = _candidates(problem, settings, decide, group.size > 1)
         if reason:
-            _say_once(f"measure_at_start measures nothing of {layer}: {reason}", reason)
+            _say_once(f"{env_var('measure_at_start')} measures nothing of {layer}: {reason}", reason)
         return host, bool(names)
 
     ranks = rank_sync.all_gather(group, f"whether {layer} is to be measured", ask)

@@ -27,7 +27,7 @@ from ..core.problem import Problem
 from ..errors import BackendDefect, SelfCheckError
 from ..oracle.checked_backend import watched_calls
 from ..oracle.registry import Registry, default_registry
-from ..settings import Settings
+from ..settings import Settings, env_var
 from ..verification import process_state
 from ..verification.converted_layer import InstalledLayer, WeightParts, skip_reason
 from . import backend_check, rank_sync
@@ -180,7 +180,9 @@ def prepare_copies(method: DispatchMethod, raw: Tensors, registry: Registry | No
             raise SelfCheckError(rule, "Restart, or reload other weights", problem.layer)
         if of_weights and method.settings.self_check == "strict":
             rule = f"{name}, which was to run beside {method.backend.name}, rejects the weights: {rejection}"
-            raise SelfCheckError(rule, f"Set disable={name}, or self_check=group", problem.layer)
+            raise SelfCheckError(
+                rule, f"Set {env_var('disable')}={name}, or {env_var('self_check')}=group", problem.layer
+            )
         if rejection:
             logger.error(
                 "moe_oracle: %s: %s cannot run beside %s, which runs alone: %s",

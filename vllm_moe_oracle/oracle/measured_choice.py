@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from ..core.decision import FilledTimes, TimeComparison, TokenRange, backend_in
 from ..core.measurement_set import Latencies, MeasurementSet
 from ..core.objectives import Objective
+from ..settings import env_var
 
 MAX_TOKEN_RATIO = 4.0
 """The largest ratio of neighboring token counts over which a time is interpolated, and the largest ratio over which the
@@ -313,7 +314,7 @@ def _explain(winner: str, static: str, fastest: str, saving: float, needed: floa
         described = f"{base}, the static choice," if base == static else base
         text = f"takes {share} less time than {described} {objective}"
     elif fastest != base:
-        limit = "min_time_saving with the prediction's error" if outcome.is_predicted else "min_time_saving"
+        limit = env_var("min_time_saving") + (" with the prediction's error" if outcome.is_predicted else "")
         text = f"first in the static order; {fastest} takes only {share} less time {objective}"
         text += f", and {limit} asks for {needed:.0%}"
     elif len(outcome.times) == 1:

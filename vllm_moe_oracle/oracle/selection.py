@@ -28,7 +28,7 @@ from ..core.problem import Device, Problem, satisfies_precision
 from ..errors import BackendDefect, NoBackendError, SettingError, did_you_mean
 from ..releases.supported import NEWEST
 from ..releases.vllm_names import MOE_BACKENDS
-from ..settings import AUTO, Settings
+from ..settings import AUTO, Settings, env_var
 from .checked_backend import is_own
 from .measured_choice import LatencyCurve, MeasuredChoice, choose_fastest
 from .registry import REFERENCE_BACKEND, Registry, default_registry
@@ -250,7 +250,7 @@ def _only_by_name(candidate: Candidate, registry: Registry) -> Candidate:
         return candidate
     name = candidate.backend
     detail = f"{candidate.answers.only_by_name}: it runs only when it is asked for by name"
-    remedy = f"the setting backend={name}"
+    remedy = f"{env_var('backend')}={name}"
     if name in registry[name].vllm_names:
         remedy += f", or --moe-backend {name}"
     return dataclasses.replace(candidate, verdict=Rejected((Reason("by_name", detail, remedy),)))
@@ -267,7 +267,7 @@ def _unused_permission(chosen: Candidate, case: _DecisionInput) -> str:
         return ""
     names = [each.backend for each in case.accepted if needs_it(each)]
     what = f"{', '.join(names)} must be chosen by name" if names else "no backend that quantizes activations can run"
-    return f"; allow_activation_quantization=1 changes nothing here: {what}"
+    return f"; {env_var('allow_activation_quantization')}=1 changes nothing here: {what}"
 
 
 def _can_be_measured(static: Candidate, case: _DecisionInput, measurements: MeasurementSet) -> bool:
@@ -374,7 +374,7 @@ def _evaluate(backend: Backend, problem: Problem, device: Device, settings: Sett
 
 
 def _ask(backend: Backend, problem: Problem, device: Device, settings: Settings) -> Candidate:
-    disabled = Reason("disabled", f"disabled by {settings.source('disable')}", "take it out of the setting disable")
+    disabled = Reason("disabled", f"disabled by {settings.source('disable')}", f"take it out of {env_var('disable')}")
     if backend.name in settings.disable and not is_own(backend):
         # That is how users get rid of a method that hangs or fails: it is not called.
         return Candidate(backend.name, Rejected((disabled,)), math.inf)
@@ -390,7 +390,7 @@ def _ask(backend: Backend, problem: Problem, device: Device, settings: Settings)
             Reason(
                 "activation_quantization",
                 detail,
-                "to use it, set allow_activation_quantization=1 and choose it by name",
+                f"to use it, set {env_var('allow_activation_quantization')} to 1 and choose it by name",
             )
         )
     if reasons:
@@ -477,7 +477,7 @@ def _describe_unavailable(request: _ExplicitRequest, requested: list[Candidate],
         rule += f" but for {' and '.join(registry[request.name].schemes)} experts"
     rule += f"; valid are {', '.join([AUTO, *_selectable_names(request, case)])}"
     if request.is_vllm_option:
-        rule += "; this project's own names go into the setting backend"
+        rule += f"; this project's own names go into {env_var('backend')}"
     if registry.load_errors:  # the name of an entry point may differ from its backend's
         rule += f"; entry points that could not be loaded: {', '.join(registry.load_errors)}"
     return rule
@@ -490,7 +490,7 @@ def _request_error(
     if names := _accepted_names(request, case):
         remedy = f"Choose an accepted one ({names})"
         if automatic_choices(case.candidates):
-            remedy += ", or auto, or set on_unavailable=fallback"
+            remedy += f", or auto, or set {env_var('on_unavailable')}=fallback"
     if not requested:
         remedy = did_you_mean(request.name, [AUTO, *_selectable_names(request, case)]) + remedy
     return _refusal(unavailable, remedy, case)
@@ -516,7 +516,7 @@ def _accepted_names(request: _ExplicitRequest, case: _DecisionInput) -> str:
     if not request.is_vllm_option:
         return ", ".join(names)
     vllm_names = dict.fromkeys(word for name in names for word in case.registry[name].vllm_names)
-    return ", ".join(vllm_names) or (f"by the setting backend: {', '.join(names)}" if names else "")
+    return ", ".join(vllm_names) or (f"by {env_var('backend')}: {', '.join(names)}" if names else "")
 
 
 def _nearest_remedy(case: _DecisionInput) -> str:

@@ -30,7 +30,7 @@ from ..measurements.bench_records import PEER_PREFIX, STOCK_DEFAULT, STOCK_PREFI
 from ..measurements.environment import Environment
 from ..measurements.kernel_shape import KernelShape, Sample, is_displayable, is_possible_time, kernel_shape_of
 from ..oracle.selection import decide, equivalent_backends
-from ..settings import Settings
+from ..settings import Settings, env_var
 from ..untrusted import boundary, check_fields_once
 from .server_records import ServerDecisions, decisions_of
 
@@ -210,7 +210,7 @@ def _is_decision(line: Mapping[str, Any]) -> bool:
     return "moe_oracle" in line and "groups" in line
 
 
-_FILE_REMEDY = "Give a file of bench --jsonl, of tune --export, or of the setting report"
+_FILE_REMEDY = f"Give a file of bench --jsonl, of tune --export, or the one that {env_var('report')} names"
 
 
 def from_shipped_profiles(settings: Settings) -> ReportContent:

@@ -29,7 +29,7 @@ from ...measurements.tune_command import tune_command
 from ...oracle.registry import default_registry, describe_load_error
 from ...releases.all2all import DEFAULT_ALL2ALL, all2all_names
 from ...releases.supported import RELEASES, packages_of
-from ...settings import AUTO, Settings, excluded_by_vllm
+from ...settings import AUTO, Settings, env_var, excluded_by_vllm
 from ...settings import batch_invariant as batch_invariant_variable
 from .. import EXIT_NO_BACKEND, completion, explanation, output
 from ..arguments import (
@@ -129,7 +129,7 @@ Exit status:
      model is left to stock vLLM, since it has no experts or is in a format
      that is not served
   3  a server would not start: a group has no backend, vLLM refuses the
-     options, or the setting strict refuses a profile; the table is printed
+     options, or {env_var("strict")} refuses a profile; the table is printed
      nevertheless
   2  the input cannot be used; one line on standard error says what and where
 """
@@ -380,7 +380,8 @@ def _server_notes(server: Server, method: str, groups: list[LayerGroup]) -> Iter
             yield f"a server would not measure at its start, since the cache cannot be written: {unwritable}"
         else:
             words = f"a server measures for up to {settings.measure_at_start:g} s, and keeps the times"
-            yield f"at its first start {words}: the choice may change then (measure_at_start=0 switches it off)"
+            off = f"{env_var('measure_at_start')}=0 switches it off"
+            yield f"at its first start {words}: the choice may change then ({off})"
     if not settings.enabled:
         yield f"the plugin is switched off by {settings.source('enabled')}: vLLM would choose by itself"
         return

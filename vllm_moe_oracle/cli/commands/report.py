@@ -15,7 +15,7 @@ from ...measurements.environment import Environment
 from ...measurements.store import Store
 from ...report import html_report, page_data
 from ...report.page_data import ReportContent
-from ...settings import Settings, cache_dir
+from ...settings import Settings, cache_dir, env_var
 from ...untrusted import describe
 from ...whole_files import WRITE_REMEDY, write_whole
 from .. import output
@@ -45,8 +45,8 @@ def command(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Files of bench --jsonl, of tune --export, or of the setting report; without any, this machine's "
-            "cache, or the shipped profile where that has nothing.",
+            help=f"Files of bench --jsonl, of tune --export, or the one that {env_var('report')} names; without any, "
+            "this machine's cache, or the shipped profile where that has nothing.",
             metavar="FILE",
         ),
     ] = None,

@@ -18,7 +18,7 @@ from ...measurements.environment import Environment
 from ...measurements.kernel_shape import KernelShape, RoutingKind, Sample, kernel_shape_of
 from ...measurements.store import Store
 from ...oracle.selection import decide
-from ...settings import Settings, cache_dir, set_batch_invariant
+from ...settings import Settings, cache_dir, env_var, set_batch_invariant
 from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, layer_arguments, output
 from ..arguments import (
     AsJson,
@@ -66,11 +66,11 @@ _Imported = Annotated[
 ]
 
 
-HELP = """\
+HELP = f"""\
 Measure every accepted backend for a model's MoE layers on this machine, and keep the times for serving.
 
 Only what is missing is measured: an interrupted run continues where it stopped. Measurements are kept in the user's
-cache (the setting cache); servers use them from their next start.
+cache ({env_var("cache")}); servers use them from their next start.
 
 \b
 Examples:

@@ -20,7 +20,7 @@ from ...core.problem import Device
 from ...devices import detect
 from ...errors import SettingError
 from ...oracle.selection import check_backend_names
-from ...settings import Settings
+from ...settings import Settings, env_var
 from .. import child_process, layer_arguments, output
 from ..arguments import AsJson, Assignments, command_settings, file_option, name_option
 from ..usage_hints import require_a_path
@@ -78,7 +78,7 @@ def command(
     ] = "auto",
     report: Annotated[
         Path | None,
-        file_option("A running server's report (the setting report): also say which layers run through the oracle."),
+        file_option(f"A running server's report ({env_var('report')}): also say which layers run through the oracle."),
     ] = None,
     report_only: Annotated[
         bool, typer.Option("--report-only", help="Only compare the report; read no weights.")
