@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -107,6 +108,26 @@ def test_an_end_that_differs_from_the_answer(work: str, code: int, words: str) -
     """Neither of both may hide the other's failure."""
     ended, _, err = run(work)
     assert ended == code and words in err and bool(words) == bool(err)
+
+
+COPIES = """
+from vllm_moe_oracle.cli import output
+copy = os.fork()
+if copy:
+    os.waitpid(copy, 0)
+"""
+
+
+def test_a_copy_prints_no_answer() -> None:
+    ended, out, err = run(f"{COPIES}output.print_json([1])\n{FINISH.format(0)}")
+    assert (ended, out) == (0, "[\n  1\n]\n")
+    said = r"moe_oracle: code beside the backends' own methods forked process \d+, and the copy went on: it ends here; "
+    assert re.fullmatch(f"{said}MOE_ORACLE_DISABLE leaves a backend out\n", err)
+
+
+def test_what_a_copy_says_of_its_end_counts_for_nothing() -> None:
+    work = f"{COPIES}else:\n    child_process.finish(0); os._exit(0)\n{IN_A_KERNEL.format('os._exit(0)')}"
+    assert run(work) == (1, "", SAID.format("status 0") + PLACE)
 
 
 def test_an_answer_that_is_too_large_is_not_kept() -> None:

@@ -158,6 +158,30 @@ def test_what_a_class_prints_is_no_answer(package: Path, model: Path) -> None:
     assert "printed" in found.stderr and "written" in found.stderr
 
 
+FORK_ONCE = """
+try:
+    os.close(os.open({flag!r}, os.O_CREAT | os.O_EXCL))
+except FileExistsError:
+    pass
+else:
+    copy = os.fork()
+    if copy:
+        os.waitpid(copy, 0)
+"""
+
+
+@pytest.mark.parametrize(("where", "part"), sampled([("convert", "method convert"), ("class", "kernel")], 1))
+def test_a_copy_of_the_process_gives_no_answer(
+    package: Path, model: Path, tmp_path: Path, where: str, part: str
+) -> None:
+    found = verify(package, where, FORK_ONCE.format(flag=str(tmp_path / "forked")), model, "--json")
+    assert found.returncode == 0 and (tmp_path / "forked").exists()
+    assert [each["status"] for each in json.loads(found.stdout)["layers"]] == ["passed", "passed"]
+    said = f"backend theirs: its {part} forked process "
+    (line,) = [each for each in found.stderr.splitlines() if said in each]
+    assert line.endswith(", and the copy went on: it ends here; MOE_ORACLE_DISABLE=theirs leaves it out")
+
+
 UNCOPIED = {
     "dtype": (
         "import torch; tensors['extra'] = torch.empty(4, dtype=torch.uint7)",

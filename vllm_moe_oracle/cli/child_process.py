@@ -3,6 +3,9 @@
 A backend can end the process that it runs in with any status, 0 included, and nothing in that process prevents it. So
 the parent ends with 0 only where the child has said that its work is done. Otherwise it says what ran when the child
 ended. The child is forked before torch is imported: nothing is imported twice, and CUDA is initialized in it alone.
+
+A backend can fork the child, too. Nothing that such a copy does counts, and it ends where it comes back from the
+backend (`watchdog.third_party_code`) or to print (`output.write`).
 """
 
 from __future__ import annotations
@@ -165,6 +168,15 @@ def begin() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     _child = shared
     watchdog.observe(shared.note)
+    os.register_at_fork(after_in_child=_leave_parent)
+    output.answer_from_this_process()
+
+
+def _leave_parent() -> None:
+    """In a copy of the child: the parent waits for the child alone."""
+    global _child
+    _child = None
+    watchdog.observe(None)
 
 
 def _end_with(parent: int) -> None:

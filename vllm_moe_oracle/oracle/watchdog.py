@@ -37,8 +37,8 @@ class _Activities:
         self._running: dict[object, Activity] = {}
         self._observer: Observer | None = None
 
-    def observe(self, observer: Observer) -> None:
-        """Has an observer called with each change from now on."""
+    def observe(self, observer: Observer | None) -> None:
+        """See `observe`."""
         self._observer = observer
 
     @contextlib.contextmanager
@@ -63,8 +63,9 @@ class _Activities:
 _activities = _Activities()
 
 
-def observe(observer: Observer) -> None:
-    """Has an observer called with what runs, each time that this changes: it must be quick, and may not raise."""
+def observe(observer: Observer | None) -> None:
+    """Has an observer called with what runs, each time that this changes: it must be quick, and may not raise. None for
+    none."""
     _activities.observe(observer)
 
 
@@ -214,8 +215,8 @@ def report_while_running(what: str, remedy: str) -> Iterator[None]:
 @contextlib.contextmanager
 def third_party_code(what: str, remedy: str) -> Iterator[None]:
     """As `doing` and `report_while_running`. What the code prints goes to standard error, below Python and by other
-    programs, too. The recursion limit is put back."""
-    limit = sys.getrecursionlimit()
+    programs, too. The recursion limit is put back. A process that the code has forked ends where it leaves the code."""
+    limit, process = sys.getrecursionlimit(), os.getpid()
     try:
         with (
             doing(what, remedy),
@@ -223,6 +224,23 @@ def third_party_code(what: str, remedy: str) -> Iterator[None]:
             _standard_output.on_standard_error(),
             contextlib.redirect_stdout(_OnStandardError()),
         ):
-            yield
+            try:
+                yield
+            finally:
+                end_copy(process, what, remedy)
     finally:
         sys.setrecursionlimit(limit)
+
+
+def end_copy(process: int, what: str, remedy: str) -> None:
+    """Ends this process, at once, if it is a copy of another one: it would go on with all that the other one does, and
+    answer a second time.
+
+    Args:
+        process: the other one's id.
+        what: what has forked it, as the subject of a sentence.
+        remedy: what keeps that from running.
+    """
+    if os.getpid() != process:
+        logger.error("moe_oracle: %s forked process %d, and the copy went on: it ends here; %s", what, process, remedy)
+        os._exit(1)

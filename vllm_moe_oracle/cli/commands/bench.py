@@ -280,7 +280,7 @@ def _exit_if_incomplete(records: list[BenchRecord], layers: int, budget: float |
 def _write_record(line: bytes, path: Path | None, printed: bool) -> None:
     """Writes a record to standard output, and to a file, in which no line of a run that was killed is continued."""
     if printed:
-        sys.stdout.write(line.decode() + "\n")
+        output.write(line.decode() + "\n")
         sys.stdout.flush()
     if path is None:
         return
