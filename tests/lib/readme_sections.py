@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 WIDTH = 120
 """Most characters of a line of prose."""
@@ -36,6 +36,17 @@ def with_part(page: str, name: str, text: str) -> str:
     """
     before, _, after = _cut(page, name)
     return f"{before}{text}\n{after}"
+
+
+def markdown_table(heads: Sequence[object], rows: Iterable[Iterable[object]]) -> str:
+    """A table, each cell as `str` shows it.
+
+    Args:
+        heads: the columns' heads.
+        rows: the cells of each line.
+    """
+    head, *others = (f"| {' | '.join(map(str, cells))} |" for cells in (heads, *rows))
+    return "\n".join([head, "|---" * len(heads) + "|", *others])
 
 
 def paragraph(*sentences: str) -> str:

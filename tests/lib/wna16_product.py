@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.lib.cases import RELU2, SILU, problem
+from tests.lib.readme_sections import markdown_table
 from vllm_moe_oracle.core.decision import Candidate
 from vllm_moe_oracle.core.problem import ActOrder, Device, Problem, Scheme
 from vllm_moe_oracle.errors import NoBackendError
@@ -88,8 +89,8 @@ def table() -> str:
         if len(ordered) == _ORDERED:
             kinds[:] = [each for each in kinds if each not in ordered]
             kinds.append("act order, whatever else")
-    lines = ["| weights | " + " | ".join(f"sm_{each}" for each in DEVICES) + " |", "|---" * (len(DEVICES) + 1) + "|"]
-    return "\n".join(lines + [f"| {' <br> '.join(kinds)} | {' | '.join(answers)} |" for answers, kinds in rows.items()])
+    lines = ([" <br> ".join(kinds), *answers] for answers, kinds in rows.items())
+    return markdown_table(["weights", *(f"sm_{each}" for each in DEVICES)], lines)
 
 
 _ORDERED = 8

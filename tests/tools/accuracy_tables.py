@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tests.lib.readme_sections import paragraph
+from tests.lib.readme_sections import markdown_table, paragraph
 from vllm_moe_oracle.core.problem import Device
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -68,81 +68,74 @@ def _mean(each: dict[str, Any]) -> str:
     return f"{1e4 * each['kl']:.2f} ± {1e4 * (each['kl_limit'] - each['kl']):.2f}"
 
 
+def _cells(each: dict[str, Any], backend: str) -> tuple[str, list[str]]:
+    """Who computed the figures, and their cells up to the one of the gate."""
+    cells = [_mean(each), "", _change(each), f"{each['top1']:.2%}"]
+    if each["is_backend"]:
+        cells[1] = f"{1e4 * each['excess']:+.2f} ± {1e4 * each['excess_half_width']:.2f}"
+    return backend if each["is_backend"] else "transformers' MLPs", cells
+
+
+_HEADS = ("KL, 1e-4 nats", "of it beyond the MLPs'", "perplexity", "same top token", "gate")
+"""Of `_cells`, and of the gate."""
+
+
 def formats() -> str:
     """What backends do to the predictions of each format."""
     held, exact, whole = read(MODEL), figures("formats, float32"), figures("whole model")
     sure, near_enough, likely = 1 - held["alpha"], held["max_kl"], 100 * held["max_perplexity"]
-    lines = [
-        "| format | layers in | computed by | KL, 1e-4 nats | of it beyond the MLPs' | perplexity | same top token | "
-        "gate | KL with layers in float32 |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for dtype, name, backend, each in served():
-        cells = [name, dtype, backend, _mean(each), "", _change(each), f"{each['top1']:.2%}", "", ""]
+        gate = in_float32 = ""
         if each["is_backend"]:
-            cells[4] = f"{1e4 * each['excess']:+.2f} ± {1e4 * each['excess_half_width']:.2f}"
             how = "within 1e-4" if each["kl_limit"] <= near_enough else f"no farther than {dtype}"
-            cells[7] = f"passes, {how}" if each["passes"] else "not shown to pass"
+            gate = f"passes, {how}" if each["passes"] else "not shown to pass"
             if dtype == "bfloat16" and backend in exact.get(name, {}):
                 kl = exact[name][backend]["kl"]
-                cells[8] = f"{kl:.0e}" if kl > 1e-8 else "below 1e-8"
-        else:
-            cells[2] = "transformers' MLPs"
-        lines.append(f"| {' | '.join(cells)} |")
+                in_float32 = f"{kl:.0e}" if kl > 1e-8 else "below 1e-8"
+        by, cells = _cells(each, backend)
+        rows.append([name, dtype, by, *cells, gate, in_float32])
     backends = [each for _, _, _, each in served() if each["is_backend"]]
     (name,) = whole
     model = whole[name][WHOLE]
     widths = sorted(200 * each["nll_half_width"] for each in backends)
     nears = sorted(2e4 * each["excess_half_width"] for each in backends)
-    lines += [
-        "",
-        paragraph(
-            f"{served_windows()} windows of {held['window']} tokens, {backends[0]['tokens']} predicted tokens of",
-            f"{len(held['text'])} texts. After ± stands the half-width of a one-sided confidence limit of {sure:.1%}.",
-            f"A backend that is beyond a limit of the gate passes at most once in {1 / held['alpha']:.0f} times, for",
-            "each limit. One that is two half-widths within the limits passes with the same certainty, and one that",
-            f"is two half-widths beyond is shown to be beyond. Two half-widths are {widths[0]:.2f} to",
-            f"{widths[-1]:.2f} % of perplexity, where the limit is {likely:.1f} %, and {nears[0]:.1g} to",
-            f"{nears[-1]:.2g}e-4 nats. Student's t is exact for normal means; those of KL divergences are skewed. The",
-            f"whole model in bfloat16, with attention and the output layer, has a KL of {_mean(model)} ({name},",
-            f"{model['tokens']} tokens).",
-        ),
-    ]
-    return "\n".join(lines)
+    words = paragraph(
+        f"{served_windows()} windows of {held['window']} tokens, {backends[0]['tokens']} predicted tokens of",
+        f"{len(held['text'])} texts. After ± stands the half-width of a one-sided confidence limit of {sure:.1%}.",
+        f"A backend that is beyond a limit of the gate passes at most once in {1 / held['alpha']:.0f} times, for",
+        "each limit. One that is two half-widths within the limits passes with the same certainty, and one that",
+        f"is two half-widths beyond is shown to be beyond. Two half-widths are {widths[0]:.2f} to",
+        f"{widths[-1]:.2f} % of perplexity, where the limit is {likely:.1f} %, and {nears[0]:.1g} to",
+        f"{nears[-1]:.2g}e-4 nats. Student's t is exact for normal means; those of KL divergences are skewed. The",
+        f"whole model in bfloat16, with attention and the output layer, has a KL of {_mean(model)} ({name},",
+        f"{model['tokens']} tokens).",
+    )
+    heads = ("format", "layers in", "computed by", *_HEADS, "KL with layers in float32")
+    return f"{markdown_table(heads, rows)}\n\n{words}"
 
 
 def elsewhere(path: Path) -> str:
     """What backends do to the predictions of each format on a machine of its own, by its file."""
     held = read(path)
-    lines = [
-        "| format | layers in | computed by | activations | KL, 1e-4 nats | of it beyond the MLPs' | perplexity | "
-        "same top token | gate |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for part, layers in PARTS_ELSEWHERE.items():
         for name, found in figures(part, path).items():
             for backend, each in found.items():
-                top = f"{each['top1']:.2%}"
-                cells = [name, layers, backend, each["activations"], _mean(each), "", _change(each), top, ""]
+                gate = ""
                 if each["is_backend"]:
-                    cells[5] = f"{1e4 * each['excess']:+.2f} ± {1e4 * each['excess_half_width']:.2f}"
                     stated = each["activations"] != "16bit"
-                    cells[8] = "stated" if stated else "passes" if each["passes"] else "not shown to pass"
-                else:
-                    cells[2] = "transformers' MLPs"
-                lines.append(f"| {' | '.join(cells)} |")
+                    gate = "stated" if stated else "passes" if each["passes"] else "not shown to pass"
+                by, cells = _cells(each, backend)
+                rows.append([name, layers, by, each["activations"], *cells, gate])
     entry = next(iter(held["formats"].values()))
     packages = ", ".join(f"{name} {version}" for name, version in entry["packages"].items())
     windows = max(each["windows"] for found in figures("formats", path).values() for each in found.values())
-    lines += [
-        "",
-        paragraph(
-            f"{entry['device']}, {packages}; {windows} windows of {held['window']} tokens of",
-            f"{len(held['text'])} texts: `python -m tests.tools.accuracy --write`, with `--dtype float16` and",
-            "`--tp 2` for the rows that say so.",
-        ),
-    ]
-    return "\n".join(lines)
+    words = paragraph(
+        f"{entry['device']}, {packages}; {windows} windows of {held['window']} tokens of {len(held['text'])} texts:",
+        "`python -m tests.tools.accuracy --write`, with `--dtype float16` and `--tp 2` for the rows that say so.",
+    )
+    return f"{markdown_table(('format', 'layers in', 'computed by', 'activations', *_HEADS), rows)}\n\n{words}"
 
 
 def on_gpu() -> str:
@@ -175,34 +168,28 @@ def served_windows() -> int:
 def faults() -> str:
     """What each injected fault does to the predictions, and which gates see it."""
     (found,) = figures("faults").values()
-    lines = [
-        "| fault | KL, nats | perplexity | accuracy of the next token | this gate | a gate of 8 points |",
-        "|---|---|---|---|---|---|",
-    ]
+    heads = ("fault", "KL, nats", "perplexity", "accuracy of the next token", "this gate", "a gate of 8 points")
+    rows = []
     for name, each in found.items():
         seen = "caught" if each["caught"] else "passes" if each["passes"] else "neither"
         change = math.expm1(each["nll"]) if each["nll"] < 50 else math.inf
         shown = f"{change:+.2%}" if change < 10 else f"{change + 1:.3g} times"
-        lines.append(
-            f"| {name} | {max(each['kl'], 0):.1e} | {shown} | {-each['points_lost']:+.2f} points | {seen} | "
-            f"{'passes' if each['passes_score_gate'] else 'caught'} |"
-        )
+        scored = "passes" if each["passes_score_gate"] else "caught"
+        points = f"{-each['points_lost']:+.2f} points"
+        rows.append((name, f"{max(each['kl'], 0):.1e}", shown, points, seen, scored))
     faulty = {name: each for name, each in found.items() if name not in RIGHT}
     caught = [name for name, each in faulty.items() if each["caught"]]
     passed = [name for name, each in faulty.items() if each["passes_score_gate"]]
     tokens = found["none"]["tokens"]
-    lines += [
-        "",
-        paragraph(
-            f"{tokens} tokens; each fault in every layer of the emulation. Of {len(faulty)} faults this gate catches",
-            f"{len(caught)} and lets {sum(each['passes'] for each in faulty.values())} pass. *Neither* means that more",
-            f"windows are needed, also for what is right: `cpu_dequantized` passes with {served_windows()}. A gate",
-            f"that allows a loss of 8 points, as one on GSM8K's score does, lets {len(passed)} pass,",
-            f"{len(set(passed) & set(caught))} of which this gate catches. The last fault changes nothing here,",
-            "because all routing weights are alike.",
-        ),
-    ]
-    return "\n".join(lines)
+    words = paragraph(
+        f"{tokens} tokens; each fault in every layer of the emulation. Of {len(faulty)} faults this gate catches",
+        f"{len(caught)} and lets {sum(each['passes'] for each in faulty.values())} pass. *Neither* means that more",
+        f"windows are needed, also for what is right: `cpu_dequantized` passes with {served_windows()}. A gate",
+        f"that allows a loss of 8 points, as one on GSM8K's score does, lets {len(passed)} pass,",
+        f"{len(set(passed) & set(caught))} of which this gate catches. The last fault changes nothing here,",
+        "because all routing weights are alike.",
+    )
+    return f"{markdown_table(heads, rows)}\n\n{words}"
 
 
 def self_check() -> str:
@@ -210,30 +197,24 @@ def self_check() -> str:
     held = read(SELF_CHECK)
     found, seeds, price = (held[f"{part}, cpu"]["figures"] for part in ("faults", "seeds", "price"))
     names = list(dict.fromkeys(name for each in found.values() for name in each))
-    lines = [f"| fault | {' | '.join(found)} |", "|---" * (1 + len(found)) + "|"]
-    for name in names:
-        lines.append(f"| {name} | {' | '.join(each.get(name, '') for each in found.values())} |")
+    by_fault = markdown_table(
+        ["fault", *found], ([name, *(each.get(name, "") for each in found.values())] for name in names)
+    )
     where = [place for each in found.values() for place in each.values()]
     at_load = sum(place.startswith("load") for place in where)
-    lines += [
-        "",
-        f"{len(where)} faults of layouts: {at_load} are caught at load, {where.count('verify')} by `verify`, "
-        f"{where.count('missed')} by none.",
-        "",
-        "| right backend | checks | refused | largest error, of what is allowed | processor time of a check | memory |",
-        "|---|---|---|---|---|---|",
-    ]
+    said = f"{len(where)} faults of layouts: {at_load} are caught at load, {where.count('verify')} by `verify`, "
+    said += f"{where.count('missed')} by none."
+    heads = ["right backend", "checks", "refused", "largest error, of what is allowed", "processor time of a check"]
+    rows = []
     for name, each in seeds.items():
         costs = price.get(name)
         shown = [f"{costs['thread_seconds']:.2f} s", f"{costs['mebibytes']:.0f} MiB"] if costs else ["", ""]
-        lines.append(f"| {name} | {each['seeds']} | {each['refused']} | {each['worst']:.0%} | {' | '.join(shown)} |")
+        rows.append([name, each["seeds"], each["refused"], f"{each['worst']:.0%}", *shown])
     checks, refused = (sum(each[key] for each in seeds.values()) for key in ("seeds", "refused"))
     devices = [f"{part} on {held[f'{part}, cpu']['device']}" for part in ("faults", "seeds", "price")]
-    lines += [
-        "",
-        f"{checks} checks of right backends, {refused} of them refused{_bound(checks, refused)}; {', '.join(devices)}.",
-    ]
-    return "\n".join(lines)
+    right = f"{checks} checks of right backends, {refused} of them refused{_bound(checks, refused)}"
+    by_backend = markdown_table([*heads, "memory"], rows)
+    return "\n\n".join([by_fault, said, by_backend, f"{right}; {', '.join(devices)}."])
 
 
 def _bound(checks: int, refused: int) -> str:
@@ -251,8 +232,7 @@ def _serving(held: dict[str, Any]) -> str:
     heads = [f"{batch} prompt{'s' * (batch != '1')}" for batch in batches]
     device, cores, threads = (held["conditions"][name] for name in ("device", "cores", "threads"))
     most = next(words for feature, words in INSTRUCTIONS.items() if feature in device["features"])
-    lines = [f"{device['name']} with {most}, {cores} cores:", ""]
-    lines += [f"| format | backend | {' | '.join(heads)} |", "|---" * (2 + len(batches)) + "|"]
+    rows = []
     plain = held["formats"]["bf16"]["ms_per_step"]
     for name, each in held["formats"].items():
         cells = []
@@ -261,12 +241,13 @@ def _serving(held: dict[str, Any]) -> str:
             if each is not held["formats"]["bf16"] and "times_as_fast" in each:
                 ratio = "{:.2f}, {:.2f} to {:.2f}".format(*each["times_as_fast"][batch])
             cells.append(f"{int(batch) * 1e3 / ms:.1f} tokens/s ({ratio})")
-        lines.append(f"| {name} | {', '.join(each['backends']) or 'stock vLLM'} | {' | '.join(cells)} |")
+        rows.append([name, ", ".join(each["backends"]) or "stock vLLM", *cells])
     words = f"`OMP_NUM_THREADS`: {threads or 'not set'}."
     if load := held["conditions"].get("load"):
         words += f" Load: {load[0]:.1f} processes at the start, {load[1]:.1f} at the end."
-    lines += ["", words]
+    machine = f"{device['name']} with {most}, {cores} cores:"
+    parts = [machine, markdown_table(["format", "backend", *heads], rows), words]
     if rounds := held["formats"]["bf16"].get("rounds"):
         spread = [f"{min(each):.0f} to {max(each):.0f} ms" for each in rounds.values()]
-        lines += ["", f"bf16's own {len(rounds[batches[0]])} rounds: {' and '.join(spread)} a step."]
-    return "\n".join(lines)
+        parts.append(f"bf16's own {len(rounds[batches[0]])} rounds: {' and '.join(spread)} a step.")
+    return "\n\n".join(parts)

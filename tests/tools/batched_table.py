@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from tests.lib import golden_files
+from tests.lib.readme_sections import markdown_table
 
 PATH = golden_files.newest("batched")
 TOKENS = (1, 8, 32, 64, 128, 256)
@@ -23,13 +24,12 @@ def rows() -> list[dict[str, Any]]:
 
 def table() -> str:
     """Microseconds by tokens an expert; with Marlin's, where it runs the layer."""
-    lines = [f"| layer | routing | {' | '.join(f'{each} tokens' for each in TOKENS)} |"]
-    lines.append("|---" * (len(TOKENS) + 2) + "|")
+    lines = []
     times = {(row["layer"], row["routing"], row["tokens"]): row["us"] for row in rows()}
     for layer, routing in dict.fromkeys(key[:2] for key in times):
         cells = []
         for tokens in TOKENS:
             us = times[layer, routing, tokens]
             cells.append(f"{us['own']:.0f}" + (f" / {us['marlin']:.0f}" if "marlin" in us else ""))
-        lines.append(f"| {layer} | {routing} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([layer, routing, *cells])
+    return markdown_table(["layer", "routing", *(f"{each} tokens" for each in TOKENS)], lines)

@@ -18,7 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from tests.lib.readme_sections import paragraph
+from tests.lib.readme_sections import markdown_table, paragraph
 
 FILE = Path(__file__).resolve().parents[1] / "golden" / "coverage.json"
 COUNTS = ("covered_lines", "num_statements", "covered_branches", "num_branches")
@@ -51,19 +51,20 @@ def table() -> str:
     tiers, conditions = data["tiers"], data["conditions"]
     names = [name for name, counts in tiers["both"].items() if counts[1]]
     names.sort(key=lambda name: (name != "", _percent(*tiers["both"][name][:2])))
-    lines = ["| lines, branches in % | default | full | both | lines |", "|---|---|---|---|---|"]
+    rows = []
     for name in names:
         cells = [
             f"{_percent(*tiers[tier][name][:2]):.0f}, {_percent(*tiers[tier][name][2:]):.0f}"
             for tier in ("default", "full", "both")
         ]
-        lines.append(f"| {f'`{name}`' if name else 'all'} | {' | '.join(cells)} | {tiers['both'][name][1]:,} |")
+        rows.append([f"`{name}`" if name else "all", *cells, f"{tiers['both'][name][1]:,}"])
     words = (
         f"Two runs with Python {conditions['python']}, vLLM {conditions['vllm']}, {conditions['machine']}.",
         f"Both tiers of commit {conditions['default and full']}: {_covered(*tiers['both'][''])}.",
         f"For comparison, commit {conditions['one tier']}: {_covered(*tiers['one tier'][''])}.",
     )
-    return "\n".join([*lines, "", paragraph(*words)])
+    heads = ["lines, branches in %", "default", "full", "both", "lines"]
+    return f"{markdown_table(heads, rows)}\n\n{paragraph(*words)}"
 
 
 def _covered(lines: int, all_lines: int, branches: int, all_branches: int) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.lib import configs
-from tests.lib.readme_sections import paragraph
+from tests.lib.readme_sections import markdown_table, paragraph
 from vllm_moe_oracle import api, settings
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.core.problem import Device
@@ -139,21 +139,13 @@ def table() -> str:
     held = json.loads(GOLDEN.read_text())
     counts = total(held["counts"])
     kinds = [kind for kind in ORDER if any(kind in each for each in counts.values())]
-    lines = [f"| answers for | {' | '.join(kinds)} | by times |", "|---" * (2 + len(kinds)) + "|"]
-    for key, each in counts.items():
-        lines.append(f"| {key} | {' | '.join(str(each.get(kind, 0)) for kind in kinds)} | {share(each):.1%} |")
+    rows = ([key, *(each.get(kind, 0) for kind in kinds), f"{share(each):.1%}"] for key, each in counts.items())
     every: Counter[str] = sum(counts.values(), Counter())
-    return "\n".join(
-        [
-            *lines,
-            "",
-            paragraph(
-                f"{held['configs']} configs over 1, 2, 4 and 8 ranks (`{held['command']}`), {sum(every.values())}",
-                f"answers. {share(every):.1%} of those that are not left to stock vLLM are decided by measured or",
-                "predicted times.",
-            ),
-        ]
+    words = paragraph(
+        f"{held['configs']} configs over 1, 2, 4 and 8 ranks (`{held['command']}`), {sum(every.values())} answers.",
+        f"{share(every):.1%} of those that are not left to stock vLLM are decided by measured or predicted times.",
     )
+    return f"{markdown_table(['answers for', *kinds, 'by times'], rows)}\n\n{words}"
 
 
 def share(counts: dict[str, int]) -> float:

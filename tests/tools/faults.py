@@ -20,6 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.lib import readme_sections
+from tests.lib.readme_sections import markdown_table
 from tests.lib.tree_copies import ROOT, TreeCopy
 
 README = ROOT / "tests" / "README.md"
@@ -199,9 +200,8 @@ def catch(fault: Fault, tree: TreeCopy) -> Caught:
 
 def table(caught: dict[Fault, Caught]) -> str:
     """The table of tests/README.md."""
-    lines = ["| area | fault | caught by | tier |", "|---|---|---|---|"]
-    lines += [f"| {fault.area} | {fault.what} | `{by.test}` | {by.tier} |" for fault, by in caught.items()]
-    return "\n".join(lines)
+    rows = ([fault.area, fault.what, f"`{by.test}`", by.tier] for fault, by in caught.items())
+    return markdown_table(["area", "fault", "caught by", "tier"], rows)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -36,7 +36,7 @@ from packaging.version import Version
 from tests.lib import golden_files, readme_sections
 from tests.lib.golden_decisions import FULL_TEXT_FILE, SHOWN_CHANGES, count_changes, full_text
 from tests.lib.golden_tables import TABLES
-from tests.lib.readme_sections import paragraph
+from tests.lib.readme_sections import markdown_table, paragraph
 from tests.lib.releases import ReleaseUnavailable
 from tests.tools import (
     accuracy_tables,
@@ -96,24 +96,23 @@ def support_table() -> str:
 
 def settings() -> str:
     """Every setting with its environment variable, values, default and help."""
-    lines = ["| setting | variable | values | default | what it does |", "|---|---|---|---|---|"]
+    rows = []
     for name, field in settings_module.FIELDS.items():
         default = field.default
         shown = "" if default in ((), "") else str(int(default)) if isinstance(default, bool) else str(default)
         values = str(field.metadata["metavar"]).replace("|", " \\| ")
         help_text = str(field.metadata["help"]).replace("|", "\\|")
         cell = f"`{shown}`" if shown else "none"
-        lines.append(f"| `{name}` | `{settings_module.env_var(name)}` | {values} | {cell} | {help_text} |")
-    return "\n".join(lines)
+        rows.append((f"`{name}`", f"`{settings_module.env_var(name)}`", values, cell, help_text))
+    return markdown_table(("setting", "variable", "values", "default", "what it does"), rows)
 
 
 def numbers() -> str:
     """What the plugin costs, from the committed measurement."""
     costs = json.loads(COSTS.read_text())
-    lines = ["| what | measured |", "|---|---|"]
-    lines += [f"| {row['what']} | {row['value']:g} {row['unit']} |" for row in costs["rows"]]
+    rows = ((row["what"], f"{row['value']:g} {row['unit']}") for row in costs["rows"])
     words = paragraph(f"{costs['conditions']}. Repeat with `{costs['command']}`.")
-    return "\n".join([*lines, "", words])
+    return f"{markdown_table(('what', 'measured'), rows)}\n\n{words}"
 
 
 def kernels() -> str:
@@ -121,10 +120,8 @@ def kernels() -> str:
     data = json.loads(KERNELS.read_text())
     spans = {"1": (1, 1), "2 to 4": (2, 4), "8 to 64": (8, 64), "128 to 512": (128, 512),
              "1024 to 16384": (1024, 16384)}  # fmt: skip
-    lines = [
-        "| weights | layers | " + " | ".join(f"{span} token{'s' * (span != '1')}" for span in spans) + " |",
-        "|---" * (2 + len(spans)) + "|",
-    ]
+    heads = ["weights", "layers", *(f"{span} token{'s' * (span != '1')}" for span in spans)]
+    lines = []
     for name in ("int4", "int8", "mxfp8", "mxfp4"):
         rows = [row["us"] for row in data["rows"] if row["layer"].startswith(name)]
         compared = [row for row in rows if any("auto" in us for us in row.values())]
@@ -139,15 +136,9 @@ def kernels() -> str:
             ]
             mean = f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
             cells.append(mean)
-        lines.append(f"| {name} | {len(compared)} | {' | '.join(cells)} |")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "Stock's default time over ours: geometric mean (worst to best cell). For MXFP4 stock's includes softmax "
-            "and top-k.",
-        ]
-    )
+        lines.append([name, len(compared), *cells])
+    words = "Stock's default time over ours: geometric mean (worst to best cell). For MXFP4 stock's includes softmax "
+    return f"{markdown_table(heads, lines)}\n\n{words}and top-k."
 
 
 def integers() -> str:
@@ -172,7 +163,7 @@ def static_order() -> str:
     """The accepted backends of a usual layer by weights and compute capability, each with its priority."""
     from vllm_moe_oracle.oracle.registry import default_registry
 
-    lines = ["| weights | sm | static order |", "|---|---|---|"]
+    rows = []
     for title, (name, packing) in ORDER_LAYERS.items():
         layer = model_shapes.parse(name)
         layer = dataclasses.replace(layer, scheme=dataclasses.replace(layer.scheme, packing=packing))
@@ -186,8 +177,8 @@ def static_order() -> str:
             ranked = sorted((each.priority(layer, device), each.name) for each in found)
             order = ", ".join(f"`{backend}` {priority:g}" for priority, backend in ranked)
             orders.setdefault(order, []).append(str(device.capability or "a CPU"))
-        lines += [f"| {title} | {', '.join(capabilities)} | {order} |" for order, capabilities in orders.items()]
-    return "\n".join(lines)
+        rows += [(title, ", ".join(capabilities), order) for order, capabilities in orders.items()]
+    return markdown_table(("weights", "sm", "static order"), rows)
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {

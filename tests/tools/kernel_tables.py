@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.lib import golden_files
+from tests.lib.readme_sections import markdown_table
 from vllm_moe_oracle.core.sharding import loaded_group_size
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import model_shapes
@@ -130,36 +131,36 @@ def mean(values: Iterable[float]) -> float:
 def against_stock(data: dict[str, Any]) -> str:
     """Geometric means by number of tokens, the worst cell in brackets."""
     heads = [f"{of}-bit, {whose}'s time / ours" for of in (4, 8) for whose in ("default", "best other")]
-    lines = ["| tokens | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    rows = []
     for name, span in SPANS.items():
         cells = []
         for of in (4, 8):
             for best in (False, True):
                 found = ratios(data, span, of, best)
                 cells.append(f"{mean(r for r, _ in found):.2f} ({min(found)[0]:.2f})" if found else "")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        rows.append([name, *cells])
     below = [
         f"{where} {ratio:.2f}" for of in (4, 8) for ratio, where in sorted(ratios(data, (1, 512), of, True))
         if ratio < NEVER_SLOWER
     ]  # fmt: skip
     total = sum(len(ratios(data, (1, 512), of, True)) for of in (4, 8))
-    lines += ["", f"Below {NEVER_SLOWER} of the best other backend up to 512 tokens: {len(below)} of {total}"]
-    lines[-1] += f" ({'; '.join(below)})." if below else "."
-    return "\n".join(lines)
+    said = f"Below {NEVER_SLOWER} of the best other backend up to 512 tokens: {len(below)} of {total}"
+    said += f" ({'; '.join(below)})." if below else "."
+    return f"{markdown_table(['tokens', *heads], rows)}\n\n{said}"
 
 
 def cells(data: dict[str, Any]) -> str:
     """Microseconds and the share of the roofline's rate."""
     counts = [count for count in ("1", "4", "16", "64", "256", "512") if any(count in r["us"] for r in data["rows"])]
-    lines = ["| layer | " + " | ".join(counts) + " |", "|---" * (len(counts) + 1) + "|"]
+    rows = []
     for row in data["rows"]:
         parts = []
         for count in counts:
             us, roofline = row["us"].get(count), row["roofline_us"].get(count)
             share = "" if us is None or roofline is None else f", {roofline / us['ours']:.0%}"
             parts.append("" if us is None else f"{us['ours']:.1f}{share}{earlier(data, row, count)}")
-        lines.append(f"| {row['layer']} | " + " | ".join(parts) + " |")
-    return "\n".join(lines)
+        rows.append([row["layer"], *parts])
+    return markdown_table(["layer", *counts], rows)
 
 
 def earlier(data: dict[str, Any], row: dict[str, Any], tokens: str) -> str:
@@ -170,7 +171,7 @@ def earlier(data: dict[str, Any], row: dict[str, Any], tokens: str) -> str:
 def many(data: dict[str, Any]) -> str:
     """Microseconds, the default's time over ours, and useful TFLOP/s, for many tokens."""
     counts = ("1024", "4096", "16384")
-    lines = ["| layer | " + " | ".join(counts) + " |", "|---" * (len(counts) + 1) + "|"]
+    rows = []
     for row in data["rows"]:
         parts = []
         for count in counts:
@@ -181,8 +182,8 @@ def many(data: dict[str, Any]) -> str:
             rate = int(count) * flops(row["layer"]) / us["ours"] / 1e6
             against = f"{us['auto'] / us['ours']:.2f}" if "auto" in us else "-"
             parts.append(f"{us['ours']:.0f}, {against}, {rate:.0f}{earlier(data, row, count)}")
-        lines.append(f"| {row['layer']} | " + " | ".join(parts) + " |")
-    return "\n".join(lines)
+        rows.append([row["layer"], *parts])
+    return markdown_table(["layer", *counts], rows)
 
 
 def _rooflines(data: dict[str, Any], span: tuple[int, int], of_bits: int) -> list[tuple[float, float]]:
@@ -210,7 +211,7 @@ def _near_one(data: dict[str, Any]) -> str:
     )
 
 
-def _token_rows(data: dict[str, Any]) -> Iterator[str]:
+def _token_rows(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Of targets for the speed-up over the default at few tokens."""
     for name, by_bits in TOKEN_AIMS.items():
         found = {of: [ratio for ratio, _ in ratios(data, SPANS[name], of, best=False)] for of in by_bits}
@@ -219,27 +220,26 @@ def _token_rows(data: dict[str, Any]) -> Iterator[str]:
         asked = " and ".join(dict.fromkeys(f"{aim:g}" for aim in by_bits.values()))
         kind = " (4-bit, 8-bit)" if len(set(by_bits.values())) > 1 else ""
         if both:
-            yield f"| {name} token{'s' * (name != '1')}: {asked} times the default{kind} | {mean(both):.2f} ({parts}) |"
+            aim = f"{name} token{'s' * (name != '1')}: {asked} times the default{kind}"
+            yield aim, f"{mean(both):.2f} ({parts})"
 
 
 def aims(data: dict[str, Any]) -> str:
     """The targets, and what is reached."""
-    lines = ["| target | reached |", "|---|---|", *_token_rows(data)]
-    lines.append(f"| 1 token: at most roofline / {ROOFLINE_PART} + {ROOFLINE_US:g} us | {_near_one(data)} |")
+    rows = [*_token_rows(data)]
+    rows.append((f"1 token: at most roofline / {ROOFLINE_PART} + {ROOFLINE_US:g} us", _near_one(data)))
     for of, aim in RATE_AIMS.items():
         found_rates = [roofline / us for roofline, us in _rooflines(data, (8, 64), of)]
         if found_rates:
             near = sum(rate >= aim for rate in found_rates)
-            lines.append(
-                f"| 8 to 64 tokens, {of}-bit: {aim:.0%} of the roofline's rate | {mean(found_rates):.0%} in the mean, "
-                f"{near} of {len(found_rates)} cells |"
-            )
+            reached = f"{mean(found_rates):.0%} in the mean, {near} of {len(found_rates)} cells"
+            rows.append((f"8 to 64 tokens, {of}-bit: {aim:.0%} of the roofline's rate", reached))
     for words, span in (("up to 512 tokens", (1, 512)), ("from 1024 tokens", (1024, 1 << 30))):
         every = [pair for of in (4, 8) for pair in ratios(data, span, of, best=True)]
         low = sorted(pair for pair in every if pair[0] < NEVER_SLOWER)
         said = f": {', '.join(f'{where} {ratio:.2f}' for ratio, where in low)}" if low else ""
-        lines.append(
-            f"| never below {NEVER_SLOWER} of the best other, {words} | {len(low)} of {len(every)} cells{said} |"
+        rows.append(
+            (f"never below {NEVER_SLOWER} of the best other, {words}", f"{len(low)} of {len(every)} cells{said}")
         )
     rates = [
         (16384 * flops(row["layer"]) / row["us"]["16384"]["ours"] / 1e6, row["layer"])
@@ -248,8 +248,9 @@ def aims(data: dict[str, Any]) -> str:
     ]
     if rates:
         best = ", ".join(f"{cell} {rate:.0f}" for rate, cell in sorted(rates, reverse=True)[:4])
-        lines.append(f"| 16384 tokens: 600 TFLOP/s | {sum(rate >= 600 for rate, _ in rates)} of {len(rates)}: {best} |")
-    return "\n".join(lines)
+        reached = f"{sum(rate >= 600 for rate, _ in rates)} of {len(rates)}: {best}"
+        rows.append(("16384 tokens: 600 TFLOP/s", reached))
+    return markdown_table(("target", "reached"), rows)
 
 
 def fp8_rows() -> list[dict[str, Any]]:
@@ -261,21 +262,17 @@ def fp8_rows() -> list[dict[str, Any]]:
 
 def fp8_times(data: dict[str, Any]) -> str:
     """Times with activations in fp8 beside those in 16 bits."""
-    lines = ["| layer | tokens | 16-bit, us | fp8, us | ratio | fp8, TFLOP/s |", "|---|---|---|---|---|---|"]
-    lines += [
-        f"| {row['layer']} | {row['tokens']} | {row['16-bit']['us']:.0f} | {row['fp8']['us']:.0f} | {row['ratio']:.2f} "
-        f"| {row['fp8']['tflops']:.0f} |"
-        for row in fp8_rows()
-    ]
-    return "\n".join(lines)
+    rows = []
+    for row in fp8_rows():
+        exact, fp8 = row["16-bit"], row["fp8"]
+        figures = (f"{exact['us']:.0f}", f"{fp8['us']:.0f}", f"{row['ratio']:.2f}", f"{fp8['tflops']:.0f}")
+        rows.append([row["layer"], row["tokens"], *figures])
+    return markdown_table(["layer", "tokens", "16-bit, us", "fp8, us", "ratio", "fp8, TFLOP/s"], rows)
 
 
 def fp8_errors(data: dict[str, Any]) -> str:
     """The largest error of each layer with activations in fp8, from 512 tokens on."""
-    lines = [
-        "| layer | 16-bit | fp8 | fp8, outliers | fp8, same codes | fp8, same codes, outliers |",
-        "|---|---|---|---|---|---|",
-    ]
+    heads = ["layer", "16-bit", "fp8", "fp8, outliers", "fp8, same codes", "fp8, same codes, outliers"]
     columns = [
         ("error_normal", "16-bit"),
         ("error_normal", "fp8"),
@@ -283,12 +280,12 @@ def fp8_errors(data: dict[str, Any]) -> str:
         ("error_normal", "fp8 against the same codes"),
         ("error_outliers", "fp8 against the same codes"),
     ]
-    rows = fp8_rows()
+    rows, lines = fp8_rows(), []
     for layer in dict.fromkeys(row["layer"] for row in rows):
         mine = [row for row in rows if row["layer"] == layer and row["tokens"] >= 512]
         errors = (max(row[kind][name] for row in mine) for kind, name in columns)
-        lines.append(f"| {layer} | {' | '.join(f'{error:.4f}' for error in errors)} |")
-    return "\n".join(lines)
+        lines.append([layer, *(f"{error:.4f}" for error in errors)])
+    return markdown_table(heads, lines)
 
 
 PARTS: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.unlisted_layers import HELD_OUT, LAYERS
+from tests.lib.readme_sections import markdown_table
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.core.measurement_set import Latencies, MeasurementSet
 from vllm_moe_oracle.core.objectives import parse_objective
@@ -175,19 +176,14 @@ def table(found: list[Row], sources: list[str]) -> str:
     for words, rows in parts.items():
         if rows:
             lines += ["", words, "", *summary(rows)]
-    lines += [
-        "",
-        "| layer | tokens | choice | why | us | best | us | slowdown | stock us |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    cells = []
     for row in found:
         stock = "" if row.stock_us is None else f"{row.stock_us:.1f}"
         behind = f"{row.behind:.1%}" if row.behind > 0 else ""
-        lines.append(
-            f"| {row.layer} | {row.tokens} | {row.choice} | {row.why} | {row.us:.1f} | {row.best} | {row.best_us:.1f} "
-            f"| {behind} | {stock} |"
-        )
-    return "\n".join(lines) + "\n"
+        times = (f"{row.us:.1f}", row.best, f"{row.best_us:.1f}")
+        cells.append((row.layer, row.tokens, row.choice, row.why, *times, behind, stock))
+    heads = ("layer", "tokens", "choice", "why", "us", "best", "us", "slowdown", "stock us")
+    return "\n".join([*lines, "", markdown_table(heads, cells), ""])
 
 
 def good_enough(found: list[Row]) -> bool:
@@ -280,11 +276,9 @@ def _left_out_of_layer(
 
 def left_out_table(found: Sequence[LeftOut]) -> str:
     """How far filled times are off, how often choices change and what it costs, in Markdown."""
-    lines = [
-        "| GPU | taken out | filled in | error (RMS) | within the stated error | choices changed | lost, at most | "
-        "choices changed without | lost without, at most |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["GPU", "taken out", "filled in", "error (RMS)", "within the stated error"]
+    heads += ["choices changed", "lost, at most", "choices changed without", "lost without, at most"]
+    rows = []
     for gpu, cells, how in sorted({(each.gpu, each.cells, each.how) for each in found if each.off}):
         group = [each for each in found if (each.gpu, each.cells, each.how) == (gpu, cells, how)]
         own = [each for each in group if each.off]
@@ -295,10 +289,8 @@ def left_out_table(found: Sequence[LeftOut]) -> str:
         for losses in ([each.lost for each in own], [each.lost_without for each in own]):
             changed = [each for each in losses if abs(each) > 1e-9]
             words += [f"{len(changed)} ({len(changed) / len(own):.1%})", f"{max(0.0, *losses):.1%}"]
-        lines.append(
-            f"| {gpu} | {cells} | {len(own)} of {len(group)}, {how} | {rms:.1%} | {within:.0%} | {' | '.join(words)} |"
-        )
-    return "\n".join(lines) + "\n"
+        rows.append([gpu, cells, f"{len(own)} of {len(group)}, {how}", f"{rms:.1%}", f"{within:.0%}", *words])
+    return markdown_table(heads, rows) + "\n"
 
 
 def read(folder: Path = FOLDER) -> tuple[list[Row], list[str]]:

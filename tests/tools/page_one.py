@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.lib.readme_sections import paragraph
+from tests.lib.readme_sections import markdown_table, paragraph
 from tests.tools import recipes
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.core.problem import Device
@@ -32,7 +32,7 @@ def gain() -> str:
     machines = [each for each in html_report.machines(recipes.panels()) if each.spans]
     spans = dict.fromkeys(span for machine in machines for span, _ in machine.spans)
     heads = ("MoE layers on", "all", *spans, "range", "times")
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    rows = []
     for machine in sorted(machines, key=lambda each: -sum(len(rows) for _, rows in each.families)):
         compared = plots.compared_with_stock([each for _, rows in machine.families for each in rows])
         ratios = _ratios(compared)
@@ -43,15 +43,15 @@ def gain() -> str:
             f"{min(ratios):.2f} to {max(ratios):.2f}",
             f"{len(ratios)} in {len(compared)} layers",
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    only = ["No other GPU has been measured."] if len(lines) == 3 else []
+        rows.append(cells)
+    only = ["No other GPU has been measured."] if len(rows) == 1 else []
     words = paragraph(
         "Stock vLLM's default time over the plugin's, geometric means over layers, by tokens in a",
         "step. Bands are the slowest and the fastest layer.",
         *only,
         "[How it was measured](vllm_moe_oracle/measuring/README.md).",
     )
-    return "\n".join([*lines, "", words])
+    return f"{markdown_table(heads, rows)}\n\n{words}"
 
 
 def _ratios(panels: Iterable[LayerPanel]) -> list[float]:
@@ -70,7 +70,8 @@ def served_models(paths: Sequence[Path]) -> str:
     Args:
         paths: what ``vllm-moe-oracle ab --json`` printed, in folders named after the GPU.
     """
-    lines = []
+    heads: list[str] = []
+    rows = []
     conditions: dict[str, None] = {}
     starts = []
     for path in paths:
@@ -81,18 +82,16 @@ def served_models(paths: Sequence[Path]) -> str:
         starts.append(f"{model} {_served_cell(start)}")
         for given in data["loads"]:
             metrics = [each for each in data["metrics"] if each["concurrency"] == given["concurrency"]]
-            names = [f"{each['name']}, {each['unit']}" for each in metrics]
-            if not lines:
-                lines = [f"| stock → plugin | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+            heads = heads or ["stock → plugin", *(f"{each['name']}, {each['unit']}" for each in metrics)]
             where = f"{gpu}, vLLM {data['packages']['vllm']}, medians of {data['turns_measured']} turns"
             weights = "random weights" if "dummy" in data["options"] else "the checkpoint's weights"
             conditions[f"{where}; {weights}; {given['input_len']} tokens in, {given['output_len']} out."] = None
-            lines.append(f"| {model}, {given['concurrency']} at a time | {' | '.join(map(_served_cell, metrics))} |")
+            rows.append([f"{model}, {given['concurrency']} at a time", *map(_served_cell, metrics)])
     words = paragraph(
         "By `vllm-moe-oracle ab`, with `vllm bench serve`:", *conditions, "Percentages are means of the turns' ratios;",
         f"≈: within the noise between turns. Starts with warm caches, seconds: {', '.join(starts)}.",
     )  # fmt: skip
-    return "\n".join([*lines, "", words])
+    return f"{markdown_table(heads, rows)}\n\n{words}"
 
 
 def _served_cell(metric: Mapping[str, Any]) -> str:
@@ -111,28 +110,23 @@ def help_table() -> str:
     rows: dict[tuple[str, ...], list[str]] = {}
     for device in devices.values():
         rows.setdefault(tuple(_help_cell(device, name) for name in HELP_FORMATS), []).append(device.name)
-    lines = [f"| on | {' | '.join(HELP_FORMATS.values())} |", "|---" * (1 + len(HELP_FORMATS)) + "|"]
+    lines: list[list[str]] = []
     # What decides first, and the machine that decides nothing by times last.
     order = ("measured", "predicted", "static")
     first = {cells: next(n for n, word in enumerate(order) if word in cells[0]) for cells in rows}
     for cells, names in sorted(rows.items(), key=lambda row: (first[row[0]], "CPU" in row[1])):
-        lines.append(f"| {_short_names(names)} | {' | '.join(cells)} |")
-    lines.append("| ROCm, XPU | " + " | ".join(["stands down"] * len(HELP_FORMATS)) + " |")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            paragraph(
-                "*Measured*: layers of the recipes are chosen by times on this GPU, and the figure is their mean gain",
-                "over stock; most other shards, expert parallelism and zero points are predicted. *Predicted*: chosen",
-                "by a latency model that is fitted to an H200 and an H100; other cards were not compared. *Static*:",
-                "vLLM's own kernels in vLLM's order, checked, without a gain until a server's first start measures;",
-                "with FlashInfer, 16-bit models under `--quantization mxfp4` are static, too. On a CPU experts run",
-                "[0.8 to 1.2 times as fast as in 16 bits](vllm_moe_oracle/ACCURACY.md#speed), in the same memory.",
-                "*Stands down*: the plugin does nothing. *Not*: models with layers that nothing here runs.",
-            ),
-        ]
+        lines.append([_short_names(names), *cells])
+    lines.append(["ROCm, XPU", *["stands down"] * len(HELP_FORMATS)])
+    words = paragraph(
+        "*Measured*: layers of the recipes are chosen by times on this GPU, and the figure is their mean gain over",
+        "stock; most other shards, expert parallelism and zero points are predicted. *Predicted*: chosen by a latency",
+        "model that is fitted to an H200 and an H100; other cards were not compared. *Static*: vLLM's own kernels in",
+        "vLLM's order, checked, without a gain until a server's first start measures; with FlashInfer, 16-bit models",
+        "under `--quantization mxfp4` are static, too. On a CPU experts run",
+        "[0.8 to 1.2 times as fast as in 16 bits](vllm_moe_oracle/ACCURACY.md#speed), in the same memory.",
+        "*Stands down*: the plugin does nothing. *Not*: models with layers that nothing here runs.",
     )
+    return f"{markdown_table(['on', *HELP_FORMATS.values()], lines)}\n\n{words}"
 
 
 HELP_FORMATS = {"int4": "int4", "int8": "int8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}

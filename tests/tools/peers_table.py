@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.lib import golden_files
-from tests.lib.readme_sections import paragraph
+from tests.lib.readme_sections import markdown_table, paragraph
 from tests.tools.kernel_tables import OURS
 from vllm_moe_oracle.measurements.bench_records import PEER_PREFIX, STOCK_DEFAULT
 from vllm_moe_oracle.measuring.peers import LISTED, peer_classes
@@ -68,13 +68,13 @@ def times(records: Sequence[dict[str, Any]]) -> str:
         if (found := compared(record)) is not None
     }
     counts = sorted({tokens for _, tokens in cells})
-    lines = ["| layer | " + " | ".join(map(str, counts)) + " |", "|---" * (len(counts) + 1) + "|"]
+    lines = []
     for layer in dict.fromkeys(name for name, _ in cells):
         parts = []
         for count in counts:
             found = cells.get((layer, count))
             parts.append("" if found is None else f"{found[0]:.1f}, {found[1]}, {found[2] / found[0]:.2f}")
-        lines.append(f"| {layer} | {' | '.join(parts)} |")
+        lines.append([layer, *parts])
     lost = [
         f"{layer} at {tokens}: {name} {time / ours:.2f}"
         for (layer, tokens), (ours, name, time) in cells.items()
@@ -91,7 +91,7 @@ def times(records: Sequence[dict[str, Any]]) -> str:
                     ratios.setdefault(name, []).append(us / found[0])
     for name, found_ratios in ratios.items():
         said += f" {name} takes {min(found_ratios):.2f} to {max(found_ratios):.2f} times as long as ours."
-    return "\n".join([*lines, "", paragraph(said)])
+    return f"{markdown_table(['layer', *counts], lines)}\n\n{paragraph(said)}"
 
 
 def failures(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -117,9 +117,7 @@ def peers(found: Sequence[dict[str, Any]]) -> str:
     skipped = {name: reason for each in found for name, reason in each["skipped"].items() if name in untimed}
     rows += [(name, f"skipped: {reason}") for name, reason in skipped.items()]
     rows += [(f"{each.name} ({each.package})", each.reason) for each in LISTED]
-    return "\n".join(
-        ["| kernel | timed, or why not |", "|---|---|", *(f"| {name} | {words} |" for name, words in rows)]
-    )
+    return markdown_table(["kernel", "timed, or why not"], rows)
 
 
 def part(lines: Sequence[str]) -> str:

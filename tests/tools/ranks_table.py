@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from tests.lib import golden_files
+from tests.lib.readme_sections import markdown_table
 
 PATHS = tuple(golden_files.newest("ranks", gpu) for gpu in ("h100", "h200"))
 CASES = {
@@ -60,11 +61,12 @@ def table() -> str:
     """One line for each way of cutting a model and each feature: by this project's kernels with CUDA graphs, unless the
     line says vLLM's own, which are those of the static choice, or stock vLLM, of which only what it serves is there."""
     formats = {row["format"] for row in rows() if " mtp" not in row["format"]}
-    lines = ["| over two GPUs | formats | largest difference of a logprob from float32 transformers |", "|---|---|---|"]
+    lines = []
     for name, cases in CASES.items():
         named = {*cases, *(f"{case}, own, graphs" for case in cases)}
         found = [row for row in rows() if _case(row) in named]
         served = sorted({row["format"] for row in found})
         shown = ", ".join(served) if len(served) < 5 else f"{len(served)} of {len(formats)}"
-        lines.append(f"| {name} | {shown} | {max(row['logprob_difference'] for row in found):.3f} |")
-    return "\n".join(lines)
+        lines.append([name, shown, f"{max(row['logprob_difference'] for row in found):.3f}"])
+    heads = ["over two GPUs", "formats", "largest difference of a logprob from float32 transformers"]
+    return markdown_table(heads, lines)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.lib import golden_files
+from tests.lib.readme_sections import markdown_table
 from tests.tools import serving_tables
 from vllm_moe_oracle.measurements import model_shapes
 from vllm_moe_oracle.releases.supported import NEWEST, RELEASES
@@ -115,7 +116,7 @@ def _serve_lines(rows: Sequence[LayerPanel]) -> list[str]:
 def _gain_table(rows: Sequence[LayerPanel]) -> list[str]:
     spans = html_report.TOKEN_RANGES
     heads = ["layers of", "GPU", *(f"{name} token{'s' * (name != '1')}" for name in spans), "runs on"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = []
     compared = set()
     for panel in rows:
         cells = [_span_mean(panel, *limits) for limits in spans.values()]
@@ -123,9 +124,9 @@ def _gain_table(rows: Sequence[LayerPanel]) -> list[str]:
             continue
         compared.add(panel.label)
         chosen = ", ".join(f"`{name}`" for name in dict.fromkeys(panel.chosen.values()))
-        lines.append(f"| {panel.label} | {panel.environment} | {' | '.join(cells)} | {chosen} |")
+        lines.append([panel.label, panel.environment, *cells, chosen])
     without = [label for label in dict.fromkeys(panel.label for panel in rows) if label not in compared]
-    return [*lines, *(["", f"Not compared with stock: {'; '.join(without)}."] if without else [])]
+    return [markdown_table(heads, lines), *(["", f"Not compared with stock: {'; '.join(without)}."] if without else [])]
 
 
 def _span_mean(panel: LayerPanel, low: int, high: int) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 
 from tests.gpu import serve, unlisted_layers
 from tests.lib import golden_files
+from tests.lib.readme_sections import markdown_table
 from tests.tools import merge_times
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices.catalog import find_spec
@@ -142,10 +143,8 @@ def _chosen(mode: dict[str, Any]) -> str:
 
 def table(found: dict[str, Any], kernels: dict[str, Any]) -> str:
     """The tables: steps beside what is predicted, tokens a second, and the GPU's own part of a step."""
-    lines = [
-        "| model | batch | stock, ms a step | with the plugin | shorter by | noise | the kernels predict |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    heads = ["model", "batch", "stock, ms a step", "with the plugin", "shorter by", "noise", "the kernels predict"]
+    rows = []
     layers = found["conditions"]["layers"]
     for model, run in found["models"].items():
         stock, ours = run["modes"]
@@ -154,19 +153,19 @@ def table(found: dict[str, Any], kernels: dict[str, Any]) -> str:
             noise = sum(mode["noise_ms"][batch] for mode in (stock, ours))
             cells = [f"{mode['decode_ms'][batch]:.3f}" if resolved(mode, batch) else "-" for mode in (stock, ours)]
             cells.append("-" if "-" in cells else f"{ms - own:+.3f}")
-            lines.append(f"| {model} | {batch} | {' | '.join(cells)} | {noise:.3f} | {aim:+.3f} |")
+            rows.append([model, batch, *cells, f"{noise:.3f}", f"{aim:+.3f}"])
+    tables = [markdown_table(heads, rows)]
     if any(busy_of(mode) for run in found["models"].values() for mode in run["modes"]):
-        lines += ["", *_busy(found, kernels)]
-    lines += ["", "| model | tokens/s at batch 1, 8, 64, stock | with the plugin | prompts, tokens/s, stock |"]
-    lines[-1] += " with the plugin | start, s, stock | with the plugin |"
-    lines += ["|---" * 7 + "|"]
+        tables.append(_busy(found, kernels))
+    both = (f"{what}, stock" for what in ("tokens/s at batch 1, 8, 64", "prompts, tokens/s", "start, s"))
+    heads, rows = ["model", *(head for stock in both for head in (stock, "with the plugin"))], []
     for model, run in found["models"].items():
         stock, ours = run["modes"]
         numbers = [" / ".join(str(each) for each in mode["tokens_per_second"].values()) for mode in (stock, ours)]
         numbers += [f"{each['prefill_tokens_per_second']}" for each in (stock, ours)]
         numbers += [f"{each['start_seconds']:.0f}" for each in (stock, ours)]
-        lines.append(f"| {model} | {' | '.join(numbers)} |")
-    return "\n".join(lines)
+        rows.append([model, *numbers])
+    return "\n\n".join([*tables, markdown_table(heads, rows)])
 
 
 def busy_of(mode: dict[str, Any]) -> dict[str, Any] | None:
@@ -176,12 +175,10 @@ def busy_of(mode: dict[str, Any]) -> dict[str, Any] | None:
     return found if "busy_ms" in found else None
 
 
-def _busy(found: dict[str, Any], kernels: dict[str, Any]) -> list[str]:
+def _busy(found: dict[str, Any], kernels: dict[str, Any]) -> str:
     """The GPU's own time of a step, where it was measured."""
-    lines = [
-        "| model | batch | GPU ms of a step's ms, stock | with the plugin | GPU shorter by | the kernels predict |",
-        "|---|---|---|---|---|---|",
-    ]
+    heads = ["model", "batch", "GPU ms of a step's ms, stock", "with the plugin", "GPU shorter by"]
+    rows = []
     for model, run in found["models"].items():
         both = [busy_of(mode) for mode in run["modes"]]
         known = [each for each in both if each]
@@ -192,8 +189,8 @@ def _busy(found: dict[str, Any], kernels: dict[str, Any]) -> list[str]:
             difference = known[0]["busy_ms"][batch] - known[-1]["busy_ms"][batch]
             cells.append(f"{difference:+.3f}" if len(known) == len(both) else "-")
             aim = predicted_ms(kernels, model, batch, found["conditions"]["layers"], _chosen(run["modes"][1]))
-            lines.append(f"| {model} | {batch} | {' | '.join(cells)} | {aim:+.3f} |")
-    return lines
+            rows.append([model, batch, *cells, f"{aim:+.3f}"])
+    return markdown_table([*heads, "the kernels predict"], rows)
 
 
 def golden_ranks(runs: list[dict[str, Any]], before: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -276,14 +273,10 @@ def saved_by_layers(row: dict[str, Any], batch: int, conditions: dict[str, Any])
 
 def ranks_table(found: dict[str, Any]) -> str:
     """Decode steps and prefill over ranks, stock beside the plugin, by routing."""
-    lines = [
-        "| model | ranks | routing | batch | stock, ms a step | with the plugin | shorter by | noise | by layers |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    fills = ["| model | ranks | routing | prompts, tokens/s, stock | with the plugin |", "|---|---|---|---|---|"]
+    rows, fills = [], []
     ranks = found["conditions"]["ranks"]
     for row in found["rows"]:
-        where = f"{row['model']} | {row['parallel'].upper()} {ranks}"
+        where = [row["model"], f"{row['parallel'].upper()} {ranks}"]
         for routing in row["modes"][0]["routing"]:
             stock, ours = (mode["routing"].get(routing, {}) for mode in row["modes"])
             for batch in ours["decode_ms"]:
@@ -296,10 +289,12 @@ def ranks_table(found: dict[str, Any]) -> str:
                 saved = f"{stock['decode_ms'][batch] - ours['decode_ms'][batch]:+.2f}" if "-" not in cells else "-"
                 aim = saved_by_layers(row, int(batch), found["conditions"]) if routing == "uniform" else None
                 aim = "" if aim is None else f"{aim:+.2f}"
-                lines.append(f"| {where} | {routing} | {batch} | {' | '.join(cells)} | {saved} | {noise:.2f} | {aim} |")
+                rows.append([*where, routing, batch, *cells, saved, f"{noise:.2f}", aim])
             both = [str(mode.get("prefill_tokens_per_second", "-")) for mode in (stock, ours)]
-            fills.append(f"| {where} | {routing} | {' | '.join(both)} |")
-    return "\n".join([*lines, "", *fills])
+            fills.append([*where, routing, *both])
+    heads, own = ["model", "ranks", "routing"], "with the plugin"
+    steps = markdown_table([*heads, "batch", "stock, ms a step", own, "shorter by", "noise", "by layers"], rows)
+    return f"{steps}\n\n{markdown_table([*heads, 'prompts, tokens/s, stock', own], fills)}"
 
 
 OF_EXPERTS = (
@@ -312,24 +307,16 @@ OpenAI's. Other backends' count as other kernels."""
 
 def turns_table(found: dict[str, Any]) -> str:
     """Decode steps of each turn, with what the first rank's longest kernels take where that was measured."""
-    lines = [
-        "| run | turn | prompts | ms a step | noise | experts' kernels, ms | other kernels | exchange between ranks |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["run", "turn", "prompts", "ms a step", "noise", "experts' kernels, ms", "other kernels"]
+    rows = []
     for number, run in enumerate(found["runs"], 1):
         for turn in run["turns"]:
             times = turn.get("routing", {}).get("uniform", {})
             for batch, step in times.get("decode_ms", {}).items():
-                cells = [
-                    f"{number}, {run['model']}",
-                    turn["mode"],
-                    batch,
-                    f"{step:.2f}",
-                    f"{times['noise_ms'][batch]:.2f}",
-                ]
-                kernels = times.get("kernels_ms", {}).get(batch)
-                lines.append(f"| {' | '.join([*cells, *_shares(kernels)])} |")
-    return "\n".join(lines)
+                cells = [f"{number}, {run['model']}", turn["mode"], batch, f"{step:.2f}"]
+                cells.append(f"{times['noise_ms'][batch]:.2f}")
+                rows.append([*cells, *_shares(times.get("kernels_ms", {}).get(batch))])
+    return markdown_table([*heads, "exchange between ranks"], rows)
 
 
 def _shares(kernels: dict[str, float] | None) -> list[str]:
@@ -347,10 +334,8 @@ def _shares(kernels: dict[str, float] | None) -> list[str]:
 
 def routing_table(found: dict[str, Any], kernels: dict[str, Any]) -> str:
     """The GPU's own time of a step by what routers do, stock beside the plugin."""
-    lines = [
-        "| model | routing | batch | GPU ms of a step, stock | with the plugin | shorter by | the kernels predict |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    heads = ["model", "routing", "batch", "GPU ms of a step, stock", "with the plugin", "shorter by"]
+    rows = []
     for model, modes in found["models"].items():
         timed = [each for mode in modes if (each := busy_of(mode))]
         stock, ours = ({"given": each, **each["routing"]} for each in timed)
@@ -359,9 +344,9 @@ def routing_table(found: dict[str, Any], kernels: dict[str, Any]) -> str:
             for batch, before in times["busy_ms"].items():
                 after = ours[routing]["busy_ms"][batch]
                 aim = predicted_ms(kernels, model, batch, found["conditions"]["layers"], backend)
-                cells = f"{before:.3f} | {after:.3f} | {before - after:+.3f} | {aim:+.3f}"
-                lines.append(f"| {model} | {routing} | {batch} | {cells} |")
-    return "\n".join(lines)
+                cells = (f"{before:.3f}", f"{after:.3f}", f"{before - after:+.3f}", f"{aim:+.3f}")
+                rows.append([model, routing, batch, *cells])
+    return markdown_table([*heads, "the kernels predict"], rows)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 from tests.lib.golden_files import FOLDER
+from tests.lib.readme_sections import markdown_table
 
 GPUS = {"H100": "h100", "H200": "h200"}
 TOKENS = (8, 32, 128, 512)
@@ -31,14 +32,13 @@ def lost(row: dict[str, Any]) -> float:
 def table() -> str:
     """The rule's time over the best one's by layer and tokens, both cards, and the mean over each card's cells."""
     heads = [f"{gpu}, {tokens}" for gpu in GPUS for tokens in TOKENS]
-    lines = [f"| layer | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     ratios = {(f"{row['scheme']}:{row['shape']}", gpu, row["tokens"]): lost(row) for gpu in GPUS for row in rows(gpu)}
+    lines = []
     for layer in dict.fromkeys(key[0] for key in ratios):
         cells = [ratios.get((layer, gpu, tokens)) for gpu in GPUS for tokens in TOKENS]
-        lines.append(f"| {layer} | {' | '.join('-' if each is None else f'{each:.2f}' for each in cells)} |")
-    for gpu in GPUS:
-        lines += ["", f"{gpu}: {_summary([lost(row) for row in rows(gpu)])}."]
-    return "\n".join(lines)
+        lines.append([layer, *("-" if each is None else f"{each:.2f}" for each in cells)])
+    summaries = [f"{gpu}: {_summary([lost(row) for row in rows(gpu)])}." for gpu in GPUS]
+    return "\n\n".join([markdown_table(["layer", *heads], lines), *summaries])
 
 
 def few_ratios() -> dict[tuple[str, int], float]:
@@ -52,10 +52,9 @@ def few_ratios() -> dict[tuple[str, int], float]:
 def few_table() -> str:
     """`few_ratios` as a table, and their mean."""
     ratios = few_ratios()
-    lines = [f"| layer | {' | '.join(map(str, FEW_TOKENS))} |", "|---" * (1 + len(FEW_TOKENS)) + "|"]
-    for layer in dict.fromkeys(layer for layer, _ in ratios):
-        lines.append(f"| {layer} | {' | '.join(f'{ratios[layer, tokens]:.2f}' for tokens in FEW_TOKENS)} |")
-    return "\n".join([*lines, "", f"H200: {_summary([*ratios.values()])}."])
+    layers = dict.fromkeys(layer for layer, _ in ratios)
+    lines = ([layer, *(f"{ratios[layer, tokens]:.2f}" for tokens in FEW_TOKENS)] for layer in layers)
+    return f"{markdown_table(['layer', *FEW_TOKENS], lines)}\n\nH200: {_summary([*ratios.values()])}."
 
 
 def _summary(ratios: list[float]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 
+from tests.lib.readme_sections import markdown_table
 from tests.tools import merge_times
 from tests.tools.kernel_choices import known_replaced
 
@@ -54,9 +55,9 @@ def error(found: list[float]) -> float:
 
 def moved() -> str:
     """How far times move from one Triton to the other, by whose kernels they are."""
-    lines = ["| kernels | times | geometric mean | error of a time (RMS of the logarithm) |", "|---|---|---|---|"]
+    lines = []
     for name, starts in GROUPS.items():
         found = logarithms(starts)
-        mean = math.exp(statistics.fmean(found))
-        lines.append(f"| {name} | {len(found)} | {mean:.2f} | {error(found):.2g} |")
-    return "\n".join(lines)
+        lines.append([name, len(found), f"{math.exp(statistics.fmean(found)):.2f}", f"{error(found):.2g}"])
+    heads = ["kernels", "times", "geometric mean", "error of a time (RMS of the logarithm)"]
+    return markdown_table(heads, lines)
