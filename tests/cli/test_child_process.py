@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib import cli
+from tests.lib.cli import Run
 from tests.lib.fresh_process import environment, python
 from vllm_moe_oracle.cli import child_process
 from vllm_moe_oracle.cli.commands import status
@@ -47,14 +47,14 @@ SAID = "error: the process of the command ended with {} before it was done"
 PLACE = ", in a kernel, in the check of a layer; LEAVE=it does\n"
 
 
-def run(work: str) -> tuple[int, str, str]:
+def work_in_child(work: str) -> tuple[int, str, str]:
     ended = python("-c", TOOL.format(work=work))
     return ended.returncode, ended.stdout, ended.stderr
 
 
 @pytest.mark.parametrize("code", [0, 3, 130, 141])
 def test_the_status_of_work_that_was_done(code: int) -> None:
-    assert run(FINISH.format(code)) == (code, "", "")
+    assert work_in_child(FINISH.format(code)) == (code, "", "")
 
 
 @pytest.mark.parametrize(
@@ -69,18 +69,18 @@ def test_the_status_of_work_that_was_done(code: int) -> None:
     ],
 )
 def test_what_ran_is_named_where_the_process_ends(act: str, words: str) -> None:
-    ended, out, err = run(IN_A_KERNEL.format(act))
+    ended, out, err = work_in_child(IN_A_KERNEL.format(act))
     assert (ended, out) == (1, "")
     assert err == SAID.format(words) + PLACE
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])
 def test_what_has_ended_is_not_named(end: str) -> None:
-    assert run(IN_A_KERNEL.format("pass") + f"\n{end}") == (1, "", SAID.format("status 0") + "\n")
+    assert work_in_child(IN_A_KERNEL.format("pass") + f"\n{end}") == (1, "", SAID.format("status 0") + "\n")
 
 
 def test_a_process_that_was_killed_has_no_remedy_of_a_backend() -> None:
-    ended, _, err = run(IN_A_KERNEL.format("os.kill(os.getpid(), signal.SIGKILL)"))
+    ended, _, err = work_in_child(IN_A_KERNEL.format("os.kill(os.getpid(), signal.SIGKILL)"))
     assert ended == 1 and "signal SIGKILL before it was done (by a user, or by the system for lack of memory)" in err
     assert "in a kernel" in err and "LEAVE" not in err
 
@@ -89,10 +89,10 @@ def test_a_process_that_was_killed_has_no_remedy_of_a_backend() -> None:
 def test_the_parent_prints_what_is_known(wanted: int) -> None:
     """Never with the status 0, and nothing that was taken back."""
     keep = f"child_process.keep(Answer({wanted}))\n"
-    ended, out, err = run(keep + IN_A_KERNEL.format("os._exit(0)"))
+    ended, out, err = work_in_child(keep + IN_A_KERNEL.format("os._exit(0)"))
     assert ended == (wanted or 1)
     assert out == "so far; ended with status 0 before it was done" + PLACE and not err
-    ended, out, err = run(keep + "child_process.keep(None)\nos._exit(0)")
+    ended, out, err = work_in_child(keep + "child_process.keep(None)\nos._exit(0)")
     assert (ended, out, err) == (1, "", SAID.format("status 0") + "\n")
 
 
@@ -106,7 +106,7 @@ def test_the_parent_prints_what_is_known(wanted: int) -> None:
 )
 def test_an_end_that_differs_from_the_answer(work: str, code: int, words: str) -> None:
     """Neither of both may hide the other's failure."""
-    ended, _, err = run(work)
+    ended, _, err = work_in_child(work)
     assert ended == code and words in err and bool(words) == bool(err)
 
 
@@ -119,7 +119,7 @@ if copy:
 
 
 def test_a_copy_prints_no_answer() -> None:
-    ended, out, err = run(f"{COPIES}output.print_json([1])\n{FINISH.format(0)}")
+    ended, out, err = work_in_child(f"{COPIES}output.print_json([1])\n{FINISH.format(0)}")
     assert (ended, out) == (0, "[\n  1\n]\n")
     said = r"moe_oracle: code beside the backends' own methods forked process \d+, and the copy went on: it ends here; "
     assert re.fullmatch(f"{said}MOE_ORACLE_DISABLE leaves a backend out\n", err)
@@ -127,7 +127,7 @@ def test_a_copy_prints_no_answer() -> None:
 
 def test_what_a_copy_says_of_its_end_counts_for_nothing() -> None:
     work = f"{COPIES}else:\n    child_process.finish(0); os._exit(0)\n{IN_A_KERNEL.format('os._exit(0)')}"
-    assert run(work) == (1, "", SAID.format("status 0") + PLACE)
+    assert work_in_child(work) == (1, "", SAID.format("status 0") + PLACE)
 
 
 def test_an_answer_that_is_too_large_is_not_kept() -> None:
@@ -160,27 +160,20 @@ def test_the_observer_is_told_of_each_change(monkeypatch: pytest.MonkeyPatch) ->
 # --- SystemExit -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> cli.Run:
-    return cli.runner(monkeypatch, capsys)
-
-
 @pytest.mark.parametrize("code", [None, 0, 4, "words"])
-def test_code_in_a_command_cannot_exit_as_the_tool(
-    tool: cli.Run, code: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_in_a_command_cannot_exit_as_the_tool(run: Run, code: object, monkeypatch: pytest.MonkeyPatch) -> None:
     def exits() -> None:
         sys.exit(code)  # type: ignore[arg-type]  # whatever a third party exits with
 
     monkeypatch.setattr(status, "_discover", exits)
-    found = tool("status")
+    found = run("status")
     assert (found.status, found.out) == (2, "")
     assert found.err.startswith(f"error: {__file__}, line ") and "asked to end it (SystemExit" in found.err
 
 
 @pytest.mark.parametrize(("code", "wanted"), [(None, 1), (143, 143)])
 def test_a_handler_of_a_signal_may_end_the_tool(
-    tool: cli.Run, code: int | None, wanted: int, monkeypatch: pytest.MonkeyPatch
+    run: Run, code: int | None, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's raises SystemExit without a status, which is none of success."""
 
@@ -190,7 +183,7 @@ def test_a_handler_of_a_signal_may_end_the_tool(
     before = signal.signal(signal.SIGTERM, handler)
     try:
         monkeypatch.setattr(status, "_discover", lambda: os.kill(os.getpid(), signal.SIGTERM))
-        assert tool("status").status == wanted
+        assert run("status").status == wanted
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -20,7 +20,7 @@ import pytest
 
 from tests.lib import distributions, forked
 from tests.lib.cli import CONFIGS, Run, Write
-from tests.lib.configs import quantized
+from tests.lib.configs import MODELOPT, compressed, group, quantized
 from tests.lib.fresh_process import TOOL, environment, python
 from tests.lib.samples import measured_card
 from tests.lib.tiers import sampled
@@ -35,23 +35,6 @@ from vllm_moe_oracle.measurements import profile
 from vllm_moe_oracle.oracle.registry import ENTRY_POINT_GROUP, default_registry
 from vllm_moe_oracle.releases import min_versions
 from vllm_moe_oracle.releases.supported import NEWEST, RELEASES, TESTED_RELEASES
-
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    """Writes a published model's config as ModelOpt would after quantizing to MXFP8; fields can be replaced."""
-
-    def made(name: str = "qwen3-30b-a3b", **changes: Any) -> Path:
-        data = json.loads((CONFIGS / f"{name}.json").read_text())
-        data["quantization_config"] = MODELOPT
-        data.update(changes)
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
-        return path
-
-    return made
 
 
 def measured_h200(folder: Path) -> Path:
@@ -657,16 +640,13 @@ def test_the_gain_over_stock_is_shown_where_it_is_known(
     assert {found["slowest"][0], found["fastest"][0]} <= {4, 8, 16, 32, 64}
 
 
-def test_stocks_times_are_of_the_kernel_that_stock_runs_for_the_packing(run: Run, tmp_path: Path) -> None:
+def test_stocks_times_are_of_the_kernel_that_stock_runs_for_the_packing(run: Run, write: Write) -> None:
     """Marlin for these packings of MXFP4; Humming for another of the same shape, which is what was timed."""
-    config = json.loads((CONFIGS / "qwen3-30b-a3b.json").read_text())
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "mxfp4-pack-quantized"}}
-    packed = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": groups}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config | {"quantization_config": packed}))
-    (group,) = run("explain", path, "--device", "nvidia-h200", "--json").json["groups"]
-    gain, decision = group["gain_over_stock"], group["decision"]
+    packed = {"format": "mxfp4-pack-quantized"}
+    path = write(quantization_config=compressed(group(weights) | packed, **packed))
+    (found,) = run("explain", path, "--device", "nvidia-h200", "--json").json["groups"]
+    gain, decision = found["gain_over_stock"], found["decision"]
     assert gain["stock"].startswith("marlin_mxfp4") and decision["backend"] == "hopper_mxfp4"
     assert gain["speedup"] == pytest.approx(1 / (1 - decision["comparison"]["time_saved"]))
 
@@ -731,8 +711,7 @@ def test_files_that_a_server_could_not_write_are_noted(run: Run, write: Write) -
 
 @pytest.mark.parametrize(("activation", "noted"), [(..., False), (None, True), ("silu", False)])
 def test_an_activation_that_is_null_is_noted(activation: Any, noted: bool, run: Run, tmp_path: Path) -> None:
-    config = json.loads((CONFIGS / "qwen3-30b-a3b.json").read_text()) | {"quantization_config": MODELOPT}
-    config.pop("hidden_act", None)
+    config = quantized(hidden_act=None)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config if activation is ... else config | {"hidden_act": activation}))
     result = run("explain", path, "--device", "h200")
@@ -831,7 +810,9 @@ def test_a_layer_that_only_stock_takes_on_a_gpu_is_called_stocks(run: Run, write
 def test_what_neither_runs_on_a_gpu_is_an_error_that_offers_the_emulation(run: Run, write: Write) -> None:
     result = run("explain", write(dtype="float16"), "--device", "nvidia-a100")
     said = result.text
-    assert result.status == 3 and "marlin_mxfp8: --dtype bfloat16. emulation runs it slowly: MOE_ORACLE_BACKEND=" in said
+    assert (
+        result.status == 3 and "marlin_mxfp8: --dtype bfloat16. emulation runs it slowly: MOE_ORACLE_BACKEND=" in said
+    )
 
 
 def test_unreadable_profiles_and_caches_are_remarked(

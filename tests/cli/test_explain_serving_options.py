@@ -26,19 +26,6 @@ A100 = ("--device", "nvidia-a100")
 H200 = ("--device", "nvidia-h200", "--set", "use_measurements=0")
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    """Writes a published model's config in MXFP8 into a folder whose name a shell would split."""
-
-    def made(name: str = "qwen3-30b-a3b", **changes: Any) -> Path:
-        folder = tmp_path / f"$HOME it's {name}"
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(quantized(name, **changes)))
-        return folder
-
-    return made
-
-
 def words(text: str) -> str:
     return " ".join(text.split())
 
@@ -409,8 +396,8 @@ def test_no_command_where_measuring_changes_nothing(options: tuple[str, ...], ru
 
 
 def test_a_path_that_looks_like_an_option_stays_a_path(run: Run, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(write().parent)
-    write().rename("-c")
+    monkeypatch.chdir(write().parents[1])
+    write().parent.rename("-c")
     (group,) = run("explain", *A100, "--json", "--", "-c").json["groups"]
     assert group["measure"] == "vllm-moe-oracle tune ./-c"
     assert len(measured_by(group["measure"], run, monkeypatch)) == 1

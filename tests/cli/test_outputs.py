@@ -24,11 +24,6 @@ PAGE = ("report", CHOICES, "--output")
 COMMANDS = pytest.mark.parametrize("command", [EXPORT, PAGE], ids=["tune", "report"])
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    return cli.runner(monkeypatch, capsys)
-
-
 def start(*arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
     """The tool in a process of its own, with pipes as standard output and error."""
     command = [sys.executable, "-m", "vllm_moe_oracle.cli", *arguments]

@@ -29,11 +29,6 @@ from vllm_moe_oracle.verification import whole_layer
 NAMES = [f"model.layers.{index}.mlp.experts" for index in range(2)]
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> cli.Run:
-    return cli.runner(monkeypatch, capsys)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("verify") / "mxfp8", size=Size(experts=6, top_k=2))
