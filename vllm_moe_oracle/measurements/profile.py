@@ -1,7 +1,8 @@
 """Measurements as JSON: profiles that are shipped with this package, exported by `tune`, or given by the user.
 
 Reading is strict: unknown fields, impossible numbers and oversized files are errors, and so is every exception of
-reading one. A profile that is read is never changed.
+reading one. One bad entry voids the file: it was edited or damaged after `write`, which checks what it writes, and its
+other times would decide what servers run. A profile that is read is never changed.
 """
 
 from __future__ import annotations

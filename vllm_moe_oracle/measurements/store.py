@@ -7,6 +7,10 @@ one.
 
 Readers change nothing, wait half a second at most for all layers of a model together, and trust nothing in the file:
 every exception of reading it is a `MeasurementError`, and a file whose schema is not exactly ours is not used.
+
+A row that cannot be read voids what is read with it: a layer's rows of all environments for a choice, every layer's for
+`report`. It may be the failure that keeps a backend from being chosen, and the page shows what choices rest on. `add`
+writes no such row. A server says so in the decision and goes on with the shipped profiles (`lookup`).
 """
 
 from __future__ import annotations

@@ -379,7 +379,8 @@ def _finite(value: float) -> float | None:
 class ResumeFile:
     """Results of an earlier run in a file of one line each, to which new ones are added.
 
-    The file is believed: it must not come from others. What is not checked again is what it says has passed.
+    The file is believed: it must not come from others. What is not checked again is what it says has passed, so a
+    complete line that is no result voids the file. An unfinished last line is of a run that was killed, and is removed.
 
     Attributes:
         results: the earlier results, by layer and backend.
