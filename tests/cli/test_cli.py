@@ -24,7 +24,7 @@ from tests.lib.configs import MODELOPT, compressed, group, quantized
 from tests.lib.fresh_process import TOOL, environment, python
 from tests.lib.samples import measured_card
 from tests.lib.tiers import sampled
-from vllm_moe_oracle import __version__
+from vllm_moe_oracle import __version__, methods
 from vllm_moe_oracle.checkpoint import served_layers
 from vllm_moe_oracle.cli import commands
 from vllm_moe_oracle.core.decision import ShardPlan
@@ -187,8 +187,6 @@ def test_an_unknown_backend_is_refused_with_the_valid_names(run: Run, write: Wri
 def test_every_checkpoint_that_is_served_gets_no_note_that_it_is_not(
     run: Run, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_moe_oracle import methods
-
     said = "does not serve mxfp8 in vLLM's modelopt_mxfp8 checkpoints"
     assert said not in run("explain", write(), "--device", "cpu").text
     monkeypatch.setattr(methods, "served_schemes", dict)
@@ -323,8 +321,6 @@ def test_a_fallback_is_seen_in_json_and_on_standard_error(run: Run, write: Write
 
 
 def test_a_broken_backend_of_a_third_party_is_noted(run: Run, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_moe_oracle.oracle.registry import default_registry
-
     monkeypatch.setitem(default_registry().load_errors, "theirs", "ImportError: no")
     result = run("explain", write(), "--device", "cpu")
     assert "backend of the entry point theirs could not be loaded: ImportError: no" in result.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sqlite3
 from collections.abc import Callable
@@ -10,11 +11,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.lib.cli import CONFIGS, Run, Write
-from tests.lib.configs import quantized
+from tests.lib.configs import INT4, PACKED, compressed, config, group, quantized
 from vllm_moe_oracle.cli import layer_arguments
+from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
@@ -351,18 +354,12 @@ def test_the_command_measures_what_was_explained(
     (command,) = commands
     assert f"--set 'cache={tmp_path / 'a cache'}'" in command
     assert run("explain", path, *A100, *options).out.count(f"  measure          {command}\n") == len(explained)
-    import msgspec
-
-    from vllm_moe_oracle.core.problem import Problem
-
     shapes = {kernel_shape_of(msgspec.convert(group["problem"], Problem)) for group in explained}
     assert measured_by(command, run, monkeypatch) == shapes
 
 
 def test_batch_invariance_is_given_on(run: Run, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels read vLLM's variable, so it is set while they are measured."""
-    import os
-
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     command = f"vllm-moe-oracle tune {shlex.quote(str(write()))} --batch-invariant"
     (shape,) = measured_by(command, run, monkeypatch)
@@ -372,8 +369,6 @@ def test_batch_invariance_is_given_on(run: Run, write: Write, monkeypatch: pytes
 def test_ragged_shards_are_measured_as_they_are_served(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.lib.configs import INT4, PACKED, compressed, config, group
-
     data = config(
         moe_intermediate_size=1120, quantization_config=compressed(group(INT4 | {"group_size": 32}), format=PACKED)
     )

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.lib import golden_files
 from tests.lib.cli import CONFIGS, Run
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
+from vllm_moe_oracle.checkpoint.ranks import Ranks
+from vllm_moe_oracle.cli import layer_arguments
+from vllm_moe_oracle.cli.commands.tune import _time_rows
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices import catalog, detect
 from vllm_moe_oracle.errors import MeasurementError
-from vllm_moe_oracle.measurements import model_shapes
+from vllm_moe_oracle.measurements import bench_records, model_shapes, profile
 from vllm_moe_oracle.measurements.bench_records import BenchRecord
 from vllm_moe_oracle.measurements.environment import Environment
-from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
-from vllm_moe_oracle.measuring.tuning import group_by_kernel_shape
+from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
+from vllm_moe_oracle.measurements.store import Store
+from vllm_moe_oracle.measuring import benchmarks, tuning
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.releases.supported import NEWEST
 from vllm_moe_oracle.settings import load
@@ -157,8 +165,6 @@ def test_imports_say_what_was_kept(run: Run, tmp_path: Path) -> None:
 
 
 def test_of_two_imported_measurements_the_later_one_is_kept(run: Run, tmp_path: Path) -> None:
-    from vllm_moe_oracle.measurements import profile
-
     head, line = CHOICES.read_text().splitlines()[:2]
     first = json.loads(line)
     name = next(each for each in first["activations"] if each in first["us"])
@@ -232,8 +238,6 @@ def test_an_export_does_not_lose_what_a_file_has(run: Run, tmp_path: Path) -> No
 
 
 def test_out_of_memory_in_a_benchmark_is_not_imported_as_a_failure(tmp_path: Path) -> None:
-    from vllm_moe_oracle.measurements import bench_records
-
     head, first = CHOICES.read_text().splitlines()[:2]
     record = json.loads(first)
     name = next(iter(record["activations"]))
@@ -256,9 +260,6 @@ def test_out_of_memory_in_a_benchmark_is_not_imported_as_a_failure(tmp_path: Pat
     ],
 )
 def test_what_is_no_record_is_not_imported(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    from vllm_moe_oracle.errors import MeasurementError
-    from vllm_moe_oracle.measurements import bench_records
-
     head, first = CHOICES.read_text().splitlines()[:2]
     (tmp_path / "b.jsonl").write_text(f"{head}\n{json.dumps(json.loads(first) | change)}\n")
     with pytest.raises(MeasurementError, match=words):
@@ -270,9 +271,6 @@ def test_what_is_no_record_is_not_imported(tmp_path: Path, change: dict[str, Any
     [('{"x":' + "[" * 100_000, "RecursionError"), ("place", "invalid environment"), ("layer", "invalid layer")],
 )
 def test_a_place_that_cannot_be_shown_is_not_imported(tmp_path: Path, line: str, words: str) -> None:
-    from vllm_moe_oracle.errors import MeasurementError
-    from vllm_moe_oracle.measurements import bench_records
-
     head, first = CHOICES.read_text().splitlines()[:2]
     if line == "place":
         data = json.loads(head)
@@ -289,9 +287,6 @@ def test_a_place_that_cannot_be_shown_is_not_imported(tmp_path: Path, line: str,
 
 @pytest.mark.parametrize(("number", "field"), [(1, "conditions"), (2, "us")])
 def test_records_with_a_field_twice_are_not_imported(tmp_path: Path, number: int, field: str) -> None:
-    from vllm_moe_oracle.errors import MeasurementError
-    from vllm_moe_oracle.measurements import bench_records
-
     lines = CHOICES.read_text().splitlines()[:2]
     text = lines[number - 1]
     lines[number - 1] = f'{text[:-1]}, "{field}": {json.dumps(json.loads(text)[field])}}}'
@@ -301,11 +296,6 @@ def test_records_with_a_field_twice_are_not_imported(tmp_path: Path, number: int
 
 
 def test_a_profile_of_another_place_is_not_passed_over_in_silence() -> None:
-    import msgspec
-
-    from vllm_moe_oracle.measurements import profile
-    from vllm_moe_oracle.measuring import tuning
-
     card = catalog.known_device("nvidia-h200")
     here = Environment.of(card)
     assert tuning.why_not_reusable(profile.make(here, {}, {}), card) == ""
@@ -316,8 +306,6 @@ def test_a_profile_of_another_place_is_not_passed_over_in_silence() -> None:
 
 @pytest.mark.parametrize("command", ["tune", "bench"])
 def test_layers_are_named_as_they_are_served(run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_moe_oracle.cli import layer_arguments
-
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     found: list[Any] = []
 
@@ -344,11 +332,6 @@ def pretend_bench(
     monkeypatch: pytest.MonkeyPatch, times: int, error: Exception | None = None, gpu: Device | None = None
 ) -> None:
     """A GPU, and a benchmark that times this many layers at one token before the error."""
-    from collections.abc import Iterator
-
-    from vllm_moe_oracle.cli import layer_arguments
-    from vllm_moe_oracle.measuring import benchmarks
-
     card = gpu or catalog.known_device("nvidia-h200")
 
     def bench(problems: Any, *rest: Any) -> Iterator[BenchRecord]:
@@ -436,8 +419,6 @@ def test_bench_joins_no_records_of_another_environment(
 
 
 def test_runs_of_one_file_are_imported_with_their_routing(run: Run, tmp_path: Path) -> None:
-    from vllm_moe_oracle.measurements import bench_records
-
     head, first, second = CHOICES.read_text().splitlines()[:3]
     skewed = json.loads(head)
     skewed["conditions"]["routing"] = "skewed"
@@ -486,10 +467,8 @@ def test_tune_refuses_an_invalid_profile(run: Run, tmp_path: Path) -> None:
 
 
 def test_some_backend_runs_every_listed_shape_on_an_h200() -> None:
-    from vllm_moe_oracle.settings import load
-
     problems = model_shapes.served_problems()
-    assert len(group_by_kernel_shape(problems)) == len(problems)  # no kernel shape twice
+    assert len(tuning.group_by_kernel_shape(problems)) == len(problems)  # no kernel shape twice
     for each in problems:
         assert model_shapes.parse(each.layer) == each
         backends = [name for name in default_registry() if name.schemes and each.scheme.name in name.schemes]
@@ -507,9 +486,6 @@ def test_gpt_oss_is_cut_between_blocks_as_its_loader_does() -> None:
 
 def test_the_shapes_are_those_of_the_models() -> None:
     """By their config.json, as far as these are here."""
-    from vllm_moe_oracle.checkpoint.files import read_checkpoint
-    from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
-
     files = {"kimi-k2": "kimi-k2-thinking", "nemotron-3-nano": "nemotron-3-nano-30b-a3b"}
     found = 0
     for name in model_shapes.names():
@@ -530,11 +506,6 @@ def test_the_shapes_are_those_of_the_models() -> None:
 
 def test_deepseek_v4_flash_has_the_shape_of_the_list(tmp_path: Path) -> None:
     """Its experts are MXFP4 within an FP8 checkpoint."""
-    from vllm_moe_oracle.checkpoint.files import read_checkpoint
-    from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
-    from vllm_moe_oracle.checkpoint.ranks import Ranks
-    from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
-
     config = {
         "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "hidden_size": 4096,
         "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 6, "num_hidden_layers": 4,
@@ -556,9 +527,6 @@ def test_deepseek_v4_flash_has_the_shape_of_the_list(tmp_path: Path) -> None:
 @pytest.fixture
 def measured(tmp_path: Path) -> Path:
     """A cache in which Marlin is fast for few tokens and our kernels are for many, on an H200."""
-    from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
-    from vllm_moe_oracle.measurements.store import Store
-
     store = Store(tmp_path)
     store.prepare()
     layer = model_shapes.parse("mxfp8:qwen3-30b-a3b")
@@ -607,10 +575,6 @@ def test_explain_shows_what_was_measured(run: Run, measured: Path) -> None:
 
 @pytest.mark.parametrize("source", ["cache", "profile"])
 def test_what_failed_is_shown_without_moving_the_cursor(run: Run, tmp_path: Path, source: str) -> None:
-    from vllm_moe_oracle.measurements import profile
-    from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
-    from vllm_moe_oracle.measurements.store import Store
-
     layer, here = model_shapes.parse("mxfp8:qwen3-30b-a3b"), Environment.of(catalog.known_device("nvidia-h200"))
     samples = [Sample("marlin_mxfp8", "16bit", 4, "uniform", failure="no \x1b[2Jroom\nERROR: none of our lines")]
     if source == "cache":
@@ -641,7 +605,5 @@ def test_status_says_what_is_kept(run: Run, measured: Path, monkeypatch: pytest.
 
 
 def test_the_table_of_times_has_an_empty_cell_where_one_is_missing() -> None:
-    from vllm_moe_oracle.cli.commands.tune import _time_rows
-
     found = _time_rows({"a": {"1": 5.4, "16": 7.0}, "b": {"1": 6.0, "4": 6.6, "16": 9.0}})
     assert found == (("us by tokens", "1", "4", "16"), [["a", "5", "", "7"], ["b", "6", "7", "9"]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
 import operator
@@ -27,6 +28,7 @@ from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import model_shapes, profile
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
+from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.releases.supported import NEWEST
 from vllm_moe_oracle.report import html_report, page_data, plots
 from vllm_moe_oracle.settings import Settings, load
@@ -95,8 +97,6 @@ def profile_file(path: Path) -> Path:
 
 
 def _activations(backend: str, problem: Any) -> str:
-    from vllm_moe_oracle.oracle.registry import default_registry
-
     return default_registry()[backend].activations(problem)
 
 
@@ -523,8 +523,6 @@ def contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize(("index", "backgrounds"), [(0, ("#ffffff", "#f5f7f9")), (1, ("#14171b", "#1d2127"))])
 def test_lines_and_letters_can_be_told_from_the_page(index: int, backgrounds: tuple[str, str]) -> None:
-    from vllm_moe_oracle.report import plots
-
     template = html_report.TEMPLATE.read_text(encoding="utf-8")
     for background in backgrounds:
         assert background in template
@@ -534,8 +532,6 @@ def test_lines_and_letters_can_be_told_from_the_page(index: int, backgrounds: tu
 
 
 def test_times_are_drawn_into_one_file(tmp_path: Path) -> None:
-    from vllm_moe_oracle.report import plots
-
     panels = page_data.read(bench_file(tmp_path / "b.jsonl"), Settings()).panels
     for name in ("times.svg", "times.png"):
         plots.save_picture(panels, str(tmp_path / name))
@@ -648,8 +644,6 @@ def test_without_its_libraries_it_says_how_to_get_them(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import importlib.util
-
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else found(name, *rest)
