@@ -93,14 +93,14 @@ def expected_state(chosen: Settings, device: Device) -> PluginState:
         chosen: the settings of this process.
         device: the machine.
     """
-    from . import compat
+    from .releases.supported import check_platform
 
     version = _vllm_version()
     try:
         if (off := _switched_off(chosen, version)) is not None:
             return off
         _check_version(chosen, version)
-        compat.check_platform(device.kind, device.name)
+        check_platform(device.kind, device.name)
     except StandDown as error:
         return PluginState(False, str(error), version)
     return PluginState(True, "a server would register it", version)
@@ -117,11 +117,11 @@ def _check_version(chosen: Settings, version: str | None) -> str:
     Raises:
         StandDown: it is not installed, or no supported release.
     """
-    from . import compat
+    from .compat import check_release
 
     if version is None:
         raise StandDown("vLLM is not installed")
-    compat.check_release(version, chosen.force)
+    check_release(version, chosen.force)
     return version
 
 

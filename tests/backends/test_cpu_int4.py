@@ -37,7 +37,7 @@ for case in (
     method = built.method
     problem = method.decision.problem
     assert not backend.check(problem, detect.detect()).reasons
-    raw = wna16.read(dict(method.adapter.parameters(built.layer)), problem)
+    raw = wna16.read(dict(built.layer.named_parameters(recurse=False)), problem)
     plan = backend.plan(problem, detect.detect())
 
     def run(tried):

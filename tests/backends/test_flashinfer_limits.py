@@ -6,8 +6,8 @@ import re
 
 from tests.lib.releases import flashinfer, some_releases
 from vllm_moe_oracle.backends import _flashinfer_trtllm, trtllm_mxfp8_monolithic
-from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.releases import min_versions
+from vllm_moe_oracle.releases.supported import RELEASES
 
 
 def questions(release: str) -> str:

@@ -20,9 +20,9 @@ from tests.lib.cases import problem
 from tests.lib.humming_probe import LAYERS, SMS
 from tests.lib.releases import DEFAULT_RELEASE, humming, some_releases, sources
 from vllm_moe_oracle.backends._humming import accumulation, limit_k_splits
-from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.core.problem import Activation, Parallel
 from vllm_moe_oracle.releases import min_versions
+from vllm_moe_oracle.releases.supported import RELEASES
 
 PROBE = Path(__file__).parents[1] / "lib/humming_probe.py"
 SERVED = RELEASES[RELEASES.index(min_versions.HUMMING) :]

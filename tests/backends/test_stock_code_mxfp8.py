@@ -47,11 +47,10 @@ from tests.lib.stock_rules import (
     usual,
 )
 from vllm_moe_oracle.backends._humming import COLUMN_MULTIPLE, ROW_MULTIPLE
-from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.core.problem import Routing
 from vllm_moe_oracle.oracle.checked_backend import unchecked
 from vllm_moe_oracle.oracle.registry import default_registry
-from vllm_moe_oracle.releases.supported import packages_of
+from vllm_moe_oracle.releases.supported import RELEASES, packages_of
 
 
 @every_release

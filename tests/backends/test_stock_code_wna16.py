@@ -39,9 +39,9 @@ from tests.lib.stock_rules import (
     wrappers,
 )
 from tests.lib.stock_rules import wna16_scheme as scheme
-from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.layouts.mma_tiles import pack_nibbles, pack_tiles, unpack_nibbles
+from vllm_moe_oracle.releases.supported import RELEASES
 from vllm_moe_oracle.schemes import wna16
 
 # --- What the classes pass ------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from tests.lib.releases import release_params, sources
 from tests.lib.stock_rules import GPT_OSS, TRITON, backend, expert, gpt_oss_layer, gpu
 from vllm_moe_oracle.backends import _triton_kernels
 from vllm_moe_oracle.backends._padding import order_rows_for_stock, pad_expert
-from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.core.problem import Activation, Problem
+from vllm_moe_oracle.releases.supported import RELEASES
 
 
 @pytest.fixture(params=release_params(*RELEASES))

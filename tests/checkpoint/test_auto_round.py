@@ -14,11 +14,11 @@ from tests.lib.configs import AUTO_ROUND, quantized
 from tests.lib.stock_code import QUANTIZATION, load
 from tests.lib.stock_rules import every_release, number
 from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers
-from vllm_moe_oracle.compat import release_group
 from vllm_moe_oracle.core.problem import Scheme
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.quantization import parse_config
 from vllm_moe_oracle.quantization.types import GATED_PROJECTIONS, LayerNames
+from vllm_moe_oracle.releases.supported import release_group
 
 # --- configs ----------------------------------------------------------------------------------------------------------
 

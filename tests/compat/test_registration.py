@@ -21,7 +21,7 @@ from packaging.version import Version
 
 from tests.lib import releases
 from tests.lib.releases import every_release
-from vllm_moe_oracle.compat import release_group
+from vllm_moe_oracle.releases.supported import release_group
 
 pytest.importorskip("vllm", reason="the packages that vLLM imports come with an installed vLLM")
 

@@ -15,9 +15,8 @@ from tests.lib import releases, surface
 from tests.lib import stock_names as stock
 from tests.lib.releases import DEFAULT_RELEASE, every_release
 from tests.lib.tiers import sampled
-from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.oracle.registry import default_registry
-from vllm_moe_oracle.releases.supported import packages_of
+from vllm_moe_oracle.releases.supported import RELEASES, packages_of
 
 SAMPLE = (
     # What we use, of the default release: the file below ``vllm`` that defines it, and the name.

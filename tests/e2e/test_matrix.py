@@ -19,7 +19,7 @@ import pytest
 from tests.lib import checkpoints, integer_checkpoints, reference, releases
 from tests.lib.integer_checkpoints import Integers
 from tests.lib.served import PROMPT, Expected, assert_says, job, tolerance
-from vllm_moe_oracle.compat import CPU_RELEASES
+from vllm_moe_oracle.releases.supported import CPU_RELEASES
 
 pytestmark = pytest.mark.matrix
 

@@ -605,7 +605,7 @@ def _checked(built: Built, backend: Any, release: Any, plan: Any = None, batched
     problem = method.decision.problem
     if batched:
         problem = dataclasses.replace(problem, parallel=dataclasses.replace(problem.parallel, format="batched"))
-    raw = schemes.module(problem.scheme.name).read(dict(method.adapter.parameters(built.layer)), problem)
+    raw = schemes.module(problem.scheme.name).read(dict(built.layer.named_parameters(recurse=False)), problem)
     plan = plan or method.decision.plan
     result = self_check.compare_with_reference(backend, problem, plan, raw, method.moe, release)
     if built.device == "cuda":

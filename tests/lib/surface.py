@@ -40,8 +40,8 @@ from tests.lib.release_sources import (
     set_on_self,
     words_of,
 )
-from vllm_moe_oracle.compat import release_group
 from vllm_moe_oracle.methods import required_modules
+from vllm_moe_oracle.releases.supported import release_group
 
 PACKAGE = Path(__file__).resolve().parents[2] / "vllm_moe_oracle"
 FOLDERS = ("compat", "methods", "verification", "backends", "releases")

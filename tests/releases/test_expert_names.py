@@ -17,10 +17,9 @@ from tests.lib.releases import every_release, sources
 from tests.lib.stock_code import load
 from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
-from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.releases.expert_names import min_expert_width, projection_names
-from vllm_moe_oracle.releases.supported import NEWEST
+from vllm_moe_oracle.releases.supported import NEWEST, RELEASES
 
 KINDS = {
     "mixtral": "mixtral", "minimax_m2": "minimax_m2", "phimoe": "phimoe", "lfm2_moe": "lfm2_moe",

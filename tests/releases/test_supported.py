@@ -24,11 +24,21 @@ from vllm_moe_oracle.core.activations import ACTIVATIONS
 from vllm_moe_oracle.core.problem import Activation, Device
 from vllm_moe_oracle.errors import StandDown
 from vllm_moe_oracle.releases import min_versions
-from vllm_moe_oracle.releases.supported import NEWEST, RELEASES, TESTED_RELEASES, packages_of
+from vllm_moe_oracle.releases.supported import (
+    CPU_RELEASES,
+    NEWEST,
+    RELEASE_GROUPS,
+    RELEASES,
+    TESTED_RELEASES,
+    packages_of,
+    release_group,
+    release_support,
+    support_table,
+)
 from vllm_moe_oracle.releases.vllm_names import MOE_BACKENDS, REMOVED_MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
-NEWEST_GROUP = compat.RELEASE_GROUPS[-1]
+NEWEST_GROUP = RELEASE_GROUPS[-1]
 
 
 @every_release
@@ -91,7 +101,7 @@ def test_its_sources_can_be_had(release: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "version", [*compat.RELEASES, "0.32.0+cpu", f"{NEWEST}rc1", "0.23.4", "0.29.1.dev7+g123456", "0.27.0"]
+    "version", [*RELEASES, "0.32.0+cpu", f"{NEWEST}rc1", "0.23.4", "0.29.1.dev7+g123456", "0.27.0"]
 )
 def test_served(version: str) -> None:
     compat.check_release(version)
@@ -115,13 +125,13 @@ def test_stands_down(version: str, reason: str) -> None:
 
 
 def test_releases_are_in_order_and_in_their_group() -> None:
-    versions = [Version(each) for each in compat.RELEASES]
+    versions = [Version(each) for each in RELEASES]
     assert versions == sorted(versions) and len(set(versions)) == len(versions)
-    for group in compat.RELEASE_GROUPS:
+    for group in RELEASE_GROUPS:
         for release in group.releases:
-            assert compat.release_group(release) is group
+            assert release_group(release) is group
         assert Version(group.first) <= Version(group.releases[0])
-    assert set(compat.CPU_RELEASES) < set(compat.RELEASES)
+    assert set(CPU_RELEASES) < set(RELEASES)
 
 
 @pytest.mark.parametrize(
@@ -138,16 +148,20 @@ def test_releases_are_in_order_and_in_their_group() -> None:
     ],
 )
 def test_an_untested_release_is_served_by_its_group(version: str, first: str) -> None:
-    assert compat.release_group(version).first == first
+    assert release_group(version).first == first
 
 
 def test_support_says_what_was_verified() -> None:
-    assert compat.release_support(f"{compat.CPU_RELEASES[-1]}+cpu").verified == ("sources", "registration", "serving")
-    assert compat.release_support("0.23.0").verified == ("sources", "registration")
-    said = str(compat.release_support("0.27.1"))
-    serving = ", serving" if "0.27.1" in compat.CPU_RELEASES else ""
+    assert release_support(f"{CPU_RELEASES[-1]}+cpu").verified == (
+        "sources",
+        "registration",
+        "serving",
+    )
+    assert release_support("0.23.0").verified == ("sources", "registration")
+    said = str(release_support("0.27.1"))
+    serving = ", serving" if "0.27.1" in CPU_RELEASES else ""
     assert said == f"vLLM 0.27.1: supported; tested sources, registration{serving}; same adapter as 0.27.1"
-    unlisted = compat.release_support("0.32.9")
+    unlisted = release_support("0.32.9")
     assert (unlisted.tested, unlisted.verified) == (False, ())
     assert str(unlisted) == f"vLLM 0.32.9: not tested itself; same adapter as 0.31.0 to {NEWEST}"
 
@@ -157,11 +171,11 @@ def test_the_command_prints_the_table() -> None:
         command = [sys.executable, "-m", "vllm_moe_oracle.compat", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
-    assert printed() == compat.support_table() + "\n"
-    assert printed("--releases") == '["' + '", "'.join(compat.RELEASES) + '"]\n'
-    assert printed("--cpu") == '["' + '", "'.join(compat.CPU_RELEASES) + '"]\n'
-    for release in compat.RELEASES:
-        assert f"| {release} | yes | yes |" in compat.support_table()
+    assert printed() == support_table() + "\n"
+    assert printed("--releases") == '["' + '", "'.join(RELEASES) + '"]\n'
+    assert printed("--cpu") == '["' + '", "'.join(CPU_RELEASES) + '"]\n'
+    for release in RELEASES:
+        assert f"| {release} | yes | yes |" in support_table()
 
 
 @pytest.mark.parametrize("room", ["methods", "oracle", "schemes", "layouts", "kernels", "plugin.py"])
@@ -192,7 +206,7 @@ def newest() -> Any:
 def test_every_group_has_its_adapter() -> None:
     chain = []
     pytest.importorskip("vllm", reason="adapters speak to an installed vLLM")
-    for each in reversed(compat.RELEASE_GROUPS):
+    for each in reversed(RELEASE_GROUPS):
         module, _, name = each.adapter.partition(":")
         chain.append(getattr(importlib.import_module(module), name))
     for newer, older in itertools.pairwise(chain):
@@ -300,14 +314,14 @@ def test_the_package_exports_its_names_after_all_imports() -> None:
     """A module of the package must not take the place of a function of the same name."""
     pytest.importorskip("vllm")
     importlib.import_module("vllm_moe_oracle.compat.legacy_adapters")
-    for name in compat.__all__:
+    for name in ("check_release", "current_adapter"):
         assert not isinstance(getattr(compat, name), type(sys)), name
     assert compat.current_adapter() is compat.current_adapter()
 
 
 def test_what_came_with_a_release_names_a_tested_one() -> None:
     given = {name: value for name, value in vars(min_versions).items() if name.isupper() and name != "RELEASES"}
-    assert len(given) > 15 and {name: value for name, value in given.items() if value not in compat.RELEASES} == {}
+    assert len(given) > 15 and {name: value for name, value in given.items() if value not in RELEASES} == {}
     assert min_versions.release_before("0.30.0") == "0.29.0"
 
 

@@ -21,7 +21,7 @@ import zipfile
 from pathlib import Path
 
 from tests.lib import releases, surface
-from vllm_moe_oracle.compat import RELEASES
+from vllm_moe_oracle.releases.supported import RELEASES
 
 
 def download(folder: Path) -> Path:

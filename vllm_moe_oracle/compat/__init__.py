@@ -18,42 +18,18 @@ Which mechanism for which difference between releases:
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from packaging.version import InvalidVersion, Version
 
 from ..errors import StandDown
-from ..releases.supported import (
-    CPU_RELEASES,
-    RELEASE_GROUPS,
-    RELEASES,
-    ReleaseGroup,
-    ReleaseSupport,
-    check_platform,
-    release_group,
-    release_support,
-    support_table,
-)
+from ..releases.supported import RELEASES, release_group
 from ..settings import env_var
 
 if TYPE_CHECKING:
     from .adapter import Adapter
-
-__all__ = [
-    "CPU_RELEASES",
-    "RELEASES",
-    "RELEASE_GROUPS",
-    "ReleaseGroup",
-    "ReleaseSupport",
-    "check_platform",
-    "check_release",
-    "current_adapter",
-    "release_group",
-    "release_support",
-    "support_table",
-]
 
 
 def check_release(version: str, force: bool = False) -> None:
@@ -84,6 +60,5 @@ def current_adapter() -> Adapter:
     """The adapter of the vLLM release in this process. Imports vLLM."""
     import vllm
 
-    module, _, name = release_group(str(vllm.__version__)).adapter.partition(":")
-    found: Adapter = getattr(importlib.import_module(module), name)()
+    found: Adapter = resolve_name(release_group(str(vllm.__version__)).adapter)()
     return found

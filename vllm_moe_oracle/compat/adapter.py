@@ -363,10 +363,6 @@ class Adapter(LayerAdapter, ExpertsAdapter):
             **_supported_kwargs(_APPLY_MONOLITHIC_PARAMETERS, extra),
         )
 
-    def parameters(self, layer: Any) -> Iterator[tuple[str, Tensor]]:
-        """The layer's own parameters and their names."""
-        yield from layer.named_parameters(recurse=False)
-
     def bias_loader(self, layer: Any, loader: Any) -> Any:
         """The weight loader for biases of single experts.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from enum import Enum
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -86,12 +86,11 @@ class ExpertsAdapter(EngineAdapter):
             OracleError: this release does not have it.
         """
         none = f"vLLM {self.version()} has no expert class {name} that could be used here"
-        module, separator, attribute = name.partition(":")
-        if not separator:
+        if ":" not in name:
             raise OracleError(none, "Write it as module:Class")
         try:
-            return getattr(importlib.import_module(module), attribute)
-        except (ModuleNotFoundError, AttributeError) as error:
+            return resolve_name(name)
+        except (ModuleNotFoundError, AttributeError, ValueError) as error:  # the last of a path that cannot be one
             raise OracleError(none, str(error)) from error
 
     def stock_experts(

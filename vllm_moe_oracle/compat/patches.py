@@ -7,13 +7,13 @@ seconds; a process that does not need them does not import them for the plugin.
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -234,8 +234,7 @@ def redirect_class(name: str, stock: str, ours: str, when: Callable[[], bool] = 
             def __call__(cls, *args: Any, **kwargs: Any) -> Any:
                 if cls is not stock_class or not when():
                     return super().__call__(*args, **kwargs)
-                our_module, _, our_name = ours.partition(":")
-                return getattr(importlib.import_module(our_module), our_name)(*args, **kwargs)
+                return resolve_name(ours)(*args, **kwargs)
 
         return Patch(name, stock_class, "__class__", Redirecting)
 
@@ -277,7 +276,6 @@ def wrap_function_lazily(name: str, stock: str, ours: str) -> DeferredPatch:
     """
 
     def call(original: Any, *args: Any, **kwargs: Any) -> Any:
-        module, _, function = ours.partition(":")
-        return getattr(importlib.import_module(module), function)(original, *args, **kwargs)
+        return resolve_name(ours)(original, *args, **kwargs)
 
     return wrap_function(name, stock, call)

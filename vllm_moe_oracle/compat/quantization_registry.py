@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 
@@ -37,8 +37,7 @@ class LazyQuantizationConfigs(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name in self.table:
             return self.table[name]
-        module, _, attribute = self.ours[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return resolve_name(self.ours[name])
 
     def __setitem__(self, name: str, config: Any) -> None:
         self.table[name] = config
@@ -53,18 +52,18 @@ class LazyQuantizationConfigs(MutableMapping[str, Any]):
         return len({*self.ours, *self.table})
 
 
-def available_configs(configs: Mapping[str, str | tuple[str, ...]], needs: Mapping[str, str]) -> dict[str, str]:
+def available_configs(configs: Mapping[str, Sequence[str]], needs: Mapping[str, str]) -> dict[str, str]:
     """``module:Class`` of our config by quantization name, for the names in the installed release.
 
     Args:
-        configs: one class by quantization name, or several for different releases.
+        configs: classes for different releases by quantization name.
         needs: stock module that a module of ours requires, where not every release has it.
     """
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
     found = {}
     for name, paths in configs.items():
-        usable = [path for path in ((paths,) if isinstance(paths, str) else paths) if matches_release(path, needs)]
+        usable = [path for path in paths if matches_release(path, needs)]
         if name in QUANTIZATION_METHODS and usable:
             found[name] = usable[0]
     return found

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from ..releases.supported import release_group
-from . import check_platform, ignored_env_vars, metrics, models_with_experts
+from ..releases.supported import check_platform, release_group
+from . import ignored_env_vars, metrics, models_with_experts
 from .layer_context import set_current_layer
 from .models_with_experts import is_current_model_served
 from .patches import DeferredPatch, Patch, redirect_class, wrap_function, wrap_function_lazily
@@ -20,7 +20,7 @@ _INT4_SMALL_BATCH = "Triton's configuration for few tokens of int4 experts"
 
 def patches_for(
     version: str,
-    configs: Mapping[str, str | tuple[str, ...]],
+    configs: Mapping[str, Sequence[str]],
     methods: Mapping[str, str],
     needs: Mapping[str, str],
     served: Collection[str] = (),
@@ -29,7 +29,7 @@ def patches_for(
 
     Args:
         version: vLLM's version.
-        configs: ``module:Class`` of our quantization configs by name.
+        configs: ``module:Class`` of our quantization configs by name; of several, a release has one.
         methods: ``module:Class`` of our class by that of the stock class that it replaces, and ``module:function`` of
             our wrapper by ``module:Class.method`` of the stock method.
         needs: stock module that a module of ours requires, where not every release has it.

@@ -289,17 +289,15 @@ def _quantization_config(problem: Problem) -> Any:
     if scheme.name == "mxfp8":
         algorithm: dict[str, Any] = {"quant_algo": "MXFP8", "kv_cache_quant_algo": None, "exclude_modules": []}
         return get_quantization_config("modelopt_mxfp8").from_config({"quantization": algorithm})
-    if scheme.name == "mxfp4":
-        for name in ("gpt_oss_mxfp4", "mxfp4"):
-            try:
-                return get_quantization_config(name).from_config({"quant_method": "mxfp4"})
-            except ValueError:  # older releases have only the second
-                continue
-    if scheme.name != "wna16" or scheme.zero_points or scheme.act_order != "none":
+    if scheme.zero_points or scheme.act_order != "none":
         raise MeasurementError(f"no stock layer is made for {scheme}")
-    fields: dict[str, Any] = {"bits": scheme.bits, "group_size": scheme.group_size, "desc_act": False, "sym": True}
-    fields |= {"lm_head": False, "quant_method": "gptq", "checkpoint_format": "gptq", "dynamic": {}}
-    for name in ("auto_gptq", "gptq_marlin"):
+    fields: dict[str, Any] = {"quant_method": "mxfp4"}
+    names = "gpt_oss_mxfp4", "mxfp4"  # older releases have only the second
+    if scheme.name == "wna16":
+        fields = {"bits": scheme.bits, "group_size": scheme.group_size, "desc_act": False, "sym": True}
+        fields |= {"lm_head": False, "quant_method": "gptq", "checkpoint_format": "gptq", "dynamic": {}}
+        names = "auto_gptq", "gptq_marlin"
+    for name in names:
         try:
             return get_quantization_config(name).from_config(fields)
         except ValueError:

@@ -322,8 +322,7 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
         message = _check_previous(method, _pass.last.get(key), _pass.first.get(key))
         rule = f"{name} disagrees with the reference in a layer that agreed before {problem.layer} was converted"
     if message:
-        remedy = f"Choose another backend ({env_var('disable')}={name}), and report this with the model's name"
-        raise SelfCheckError(f"{rule}: {message}", remedy, problem.layer)
+        raise _self_check_error(method, f"{rule}: {message}")
     _converted_outcomes[key] = _PASSED
     _pass.last[key] = weakref.ref(method)
     _pass.first.setdefault(key, _pass.last[key])
@@ -352,8 +351,7 @@ def check_first_layers() -> None:
                 rule = (
                     f"{name} disagrees with the reference in a layer that agreed before {last} was converted: {message}"
                 )
-                remedy = f"Choose another backend ({env_var('disable')}={name}), and report this with the model's name"
-                raise SelfCheckError(rule, remedy, layer)
+                raise _self_check_error(method, rule)
         logger.debug("moe_oracle: %s: check of %s after the last conversion: %s", layer, name, success)
 
 
@@ -371,8 +369,7 @@ def check_beside(method: LayerMethod, prepare: Callable[[], InstalledLayer]) -> 
     message, success = _failure(method, functools.partial(_compare, prepare))
     if message:
         rule = f"{name}, for some numbers of tokens, disagrees with the reference after the conversion of {problem}"
-        remedy = f"Choose another backend ({env_var('disable')}={name}), and report this with the model's name"
-        raise SelfCheckError(f"{rule}: {message}", remedy, problem.layer)
+        raise _self_check_error(method, f"{rule}: {message}")
     logger.debug("moe_oracle: %s: check of %s after the conversion: %s", problem.layer, name, success)
 
 
@@ -419,6 +416,12 @@ def _check_previous(
     if last is not first:  # `check_first_layers` needs that one's
         previous.installed = None
     return f"{previous.decision.problem.layer}: {message}" if message else ""
+
+
+def _self_check_error(method: LayerMethod, rule: str) -> SelfCheckError:
+    """The error of a check that fails where no other backend can be taken any more."""
+    other = f"Choose another backend ({env_var('disable')}={method.backend.name})"
+    return SelfCheckError(rule, f"{other}, and report this with the model's name", method.decision.problem.layer)
 
 
 def _compare(prepare: Callable[[], InstalledLayer]) -> Comparison:
@@ -495,8 +498,7 @@ def _agree(
     if not known.passed:
         return known
     if message := failure():
-        remedy = f"Choose another backend ({env_var('disable')}={name}), and report this with the model's name"
-        raise SelfCheckError(f"{topic(problem.layer)}: {message}", remedy, problem.layer)
+        raise _self_check_error(method, f"{topic(problem.layer)}: {message}")
     return _PASSED
 
 

@@ -387,7 +387,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         rank_comparison.require_same_layers(self.rank_group)
         with rank_sync.notify_on_failure(self.rank_group, f"the loaded weights of {problem.layer}"):
             if self.moe_kernel is not None:
-                parameters = dict(self.adapter.parameters(layer))
+                parameters = dict(layer.named_parameters(recurse=False))
                 weight_loading.check_all_loaded(parameters, problem.layer)
                 weight_loading.fill_unloaded(parameters.values())
             raw = self._read_weights(layer)
@@ -480,7 +480,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
 
     def _read_weights(self, layer: Any) -> dict[str, Tensor]:
         """The layer's loaded parameters by canonical name, validated."""
-        found: dict[str, Tensor] = self._scheme().read(dict(self.adapter.parameters(layer)), self.decision.problem)
+        found: dict[str, Tensor] = self._scheme().read(
+            dict(layer.named_parameters(recurse=False)), self.decision.problem
+        )
         return found
 
     @staticmethod

@@ -201,7 +201,7 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
         if self._requantization_source() is not None:
             return dict(zip(("w13", "w2"), self.get_weights_for_quantization(layer), strict=True))
         if self.moe_kernel is not None or not self.adapter.uses_dummy_weights():
-            parameters = dict(self.adapter.parameters(layer))
+            parameters = dict(layer.named_parameters(recurse=False))
             weight_loading.check_all_loaded(parameters, self.decision.problem.layer)
             weight_loading.fill_unloaded(parameters.values())
         return {own: getattr(layer, f"{own}_weight") for own in ("w13", "w2")}

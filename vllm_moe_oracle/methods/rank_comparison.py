@@ -176,7 +176,7 @@ def _compare_once(
 ) -> None:
     if group.size > 1 and key not in _load.compared:
         topic = f"settings, versions and shape of {name}"
-        require_equal(topic, rank_sync.all_gather(group, topic, lambda: _jsonable(properties())))
+        require_equal(topic, rank_sync.all_gather(group, topic, lambda: msgspec.to_builtins(properties())))
         _load.compared.add(key)
 
 
@@ -262,10 +262,6 @@ def describe_differences(ranks: Sequence[Properties]) -> list[tuple[str, str]]:
 
 def _rank_words(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _jsonable(properties: Properties) -> Any:
-    return msgspec.to_builtins(properties)
 
 
 def notify_load_failure(error: BaseException) -> None:

@@ -22,12 +22,12 @@ from torch import Tensor
 from ..backends import Backend, Tensors
 from ..compat import weight_storage
 from ..compat.experts_builder import VllmBuilder
-from ..core.decision import Answers, Decision, ShardPlan
+from ..core.decision import Answers, ShardPlan
 from ..core.problem import Problem
 from ..errors import BackendDefect, SelfCheckError
 from ..oracle.checked_backend import watched_calls
 from ..oracle.registry import Registry, default_registry
-from ..settings import Settings, env_var
+from ..settings import env_var
 from ..verification import process_state
 from ..verification.converted_layer import InstalledLayer, WeightParts, skip_reason
 from . import backend_check, rank_sync
@@ -41,19 +41,6 @@ logger = logging.getLogger("vllm.moe_oracle")
 
 WeightCopies = dict[str, dict[str, Tensor]]
 """Kernel tensors of the backends that have a copy of the weights, by backend and tensor name."""
-
-
-@dataclass
-class _CandidateMethod:
-    """A layer's method as it would be with another backend: what the self-check reads."""
-
-    decision: Decision
-    backend: Backend
-    settings: Settings
-    adapter: Adapter
-    moe: Any
-    rank_group: rank_sync.RankGroup
-    in_own_order: bool
 
 
 class DispatchMethod(LayerMethod, Protocol):
@@ -247,12 +234,15 @@ def check_installed(method: DispatchMethod, parts: WeightParts) -> None:
         backend_check.check_beside(_with_backend(method, default_registry()[name]), prepare)
 
 
-def _with_backend(method: DispatchMethod, backend: Backend) -> _CandidateMethod:
+def _with_backend(method: DispatchMethod, backend: Backend) -> LayerMethod:
     """The method as it would be with another backend of its token ranges."""
+    other = copy.copy(method)
     # With the ranges: the check calls kernels on both sides of their ends.
-    decision = dataclasses.replace(method.decision, backend=backend.name, plan=_answers(method, backend.name).plan)
-    shared = method.settings, method.adapter, method.moe, method.rank_group, method.in_own_order
-    return _CandidateMethod(decision, backend, *shared)
+    other.decision = dataclasses.replace(
+        method.decision, backend=backend.name, plan=_answers(method, backend.name).plan
+    )
+    other.backend = backend
+    return other
 
 
 def _other_backends(method: DispatchMethod) -> list[str]:

@@ -17,7 +17,7 @@ from ...checkpoint.moe_layers import MoeLayers
 from ...checkpoint.ranks import Ranks
 from ...checkpoint.served_layers import STOCK_ITSELF, Server, decide_layers
 from ...checkpoint.serving import is_round_robin
-from ...compat import check_platform, check_release, ignored_env_vars
+from ...compat import check_release, ignored_env_vars
 from ...core.overrides import unused_override_errors
 from ...core.problem import Device, Problem
 from ...devices import catalog, detect
@@ -28,7 +28,7 @@ from ...measurements.roofline import expert_bytes
 from ...measurements.tune_command import tune_command
 from ...oracle.registry import default_registry, describe_load_error
 from ...releases.all2all import DEFAULT_ALL2ALL, all2all_names
-from ...releases.supported import RELEASES, packages_of
+from ...releases.supported import RELEASES, check_platform, packages_of
 from ...settings import AUTO, Settings, env_var, excluded_by_vllm
 from ...settings import batch_invariant as batch_invariant_variable
 from .. import EXIT_NO_BACKEND, completion, explanation, output

@@ -16,7 +16,6 @@ import typer
 
 from ... import __version__, decision_records, settings
 from ...checkpoint.layer_names import compact_layer_names
-from ...compat import release_support
 from ...core.capabilities import device_reasons
 from ...core.overrides import Override
 from ...core.problem import Device
@@ -34,6 +33,7 @@ from ...oracle.registry import (
 )
 from ...oracle.selection import check_backend_names
 from ...plugin import PluginState, expected_state
+from ...releases.supported import release_support
 from ...settings import Settings, cache_dir, excluded_by_vllm
 from .. import EXIT_INVALID_INPUT, EXIT_UNHEALTHY, output
 from ..arguments import AsJson
