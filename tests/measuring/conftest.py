@@ -1,3 +1,3 @@
 """Fixtures of the tests that measure."""
 
-from tests.lib.fake_backends import backends, ready, store  # noqa: F401
+from tests.lib.fake_backends import backends, own_time, ready, store  # noqa: F401

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lib.cases import MXFP8_W8A8, problem, registry
+from tests.lib.cases import problem, registry
 from tests.lib.fake_backends import (
     FAST,
     HERE,
@@ -31,35 +30,18 @@ from tests.lib.fake_backends import (
     chosen,
     plan,
 )  # fmt: skip
-from vllm_moe_oracle.backends.emulation import Emulation
-from vllm_moe_oracle.core.problem import Activation, Parallel, Problem
+from vllm_moe_oracle.core.problem import Parallel, Problem
 from vllm_moe_oracle.errors import MeasurementError
-from vllm_moe_oracle.measurements import bench_records, environment, lookup, profile
+from vllm_moe_oracle.measurements import bench_records, lookup, profile
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import Store
-from vllm_moe_oracle.measuring import benchmarks, engine, precompile, random_weights, timing, tuning, worker_pool
+from vllm_moe_oracle.measuring import benchmarks, engine, precompile, random_weights, timing, tuning
 from vllm_moe_oracle.measuring.broken_context import BrokenContextError
 from vllm_moe_oracle.oracle import selection as oracle_module
 from vllm_moe_oracle.oracle import watchdog
-from vllm_moe_oracle.releases.supported import NEWEST
 
-
-@pytest.fixture(autouse=True)
-def own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run takes what this thread worked and its delays: on a busy machine others' work takes longer than delays,
-    and nobody waits for them."""
-
-    def round(self: timing.HostClock, runs: Sequence[Callable[[], object]]) -> list[float]:
-        times = []
-        for run in runs:
-            begin = time.thread_time() + Slowed.slept
-            run()
-            times.append((time.thread_time() + Slowed.slept - begin) * 1e6)
-        return times
-
-    monkeypatch.setattr(timing.HostClock, "round", round)
-    monkeypatch.setattr(Slowed, "sleep", staticmethod(lambda seconds: None))
+pytestmark = pytest.mark.usefixtures("own_time")
 
 
 # --- Layers -----------------------------------------------------------------------------------------------------------
@@ -353,6 +335,37 @@ def test_a_broken_context_ends_the_run_and_the_next_goes_on(
 
 
 @pytest.mark.parametrize(
+    ("changes", "used", "words"),
+    [
+        ({"gpu": "NVIDIA H100"}, False, "are of NVIDIA H100, not of "),
+        ({"packages": {"vllm": "0.31.0"}}, True, "was measured with vllm 0.31.0, not "),
+        ({"packages": {"vllm": f"{HERE.packages['vllm']}.dev3+g1234567"}}, True, "measured with vllm"),
+    ],
+)
+def test_a_cache_of_another_environment_is_ignored_or_used_with_a_remark(
+    backends: Callable[..., None], store: Store, tmp_path: Path, changes: dict[str, Any], used: bool, words: str
+) -> None:
+    backends(SLOW, FAST)
+    layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
+    here = Environment.of(HERE)
+    packages = {**here.packages, **changes.get("packages", {})}
+    there = msgspec.structs.replace(here, gpu=changes.get("gpu", here.gpu), packages=packages)
+    times = {"slow": 100.0, "fast": 50.0}
+    store.add(
+        there,
+        kernel_shape_of(layer),
+        [
+            Sample(name, "16bit", count, "uniform", us, us * 0.99, us * 1.01, 9, 1e-3)
+            for name, us in times.items()
+            for count in TOKEN_COUNTS
+        ],
+    )
+    decision = oracle_module.decide(layer, HERE, asked, measurements=lookup.find_measurements(layer, HERE, asked))
+    assert decision.backend == ("fast" if used else "slow")
+    assert words in decision.explanation
+
+
+@pytest.mark.parametrize(
     ("token_counts", "words"),
     [
         ((8192,), "1, 2, 4, 8, 16 missing"),
@@ -403,116 +416,14 @@ def test_processes_are_capped_at_the_number_of_tasks(monkeypatch: pytest.MonkeyP
     assert places == tasks > 0
 
 
-# --- Other places -----------------------------------------------------------------------------------------------------
-
-THERE = environment.Environment(
-    "NVIDIA H200",
-    90,
-    132,
-    {"vllm": NEWEST, "flashinfer-python": "0.7.2", "humming-kernels": "0.1.19", "torch": "2.14.0", "triton": "3.9.0"},
-    "580.65",
-    "abc",
-)
-
-
-def differs(**changes: Any) -> environment.Differences:
-    packages = {**THERE.packages, **changes.pop("packages", {})}
-    return environment.differences(THERE, msgspec.structs.replace(THERE, packages=packages, **changes))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"gpu": "NVIDIA H100"},
-        {"sm_count": 60},
-    ],
-)
-def test_hard_differences_void_measurements(changes: dict[str, Any]) -> None:
-    found = differs(**changes)
-    assert found.hard and not found.soft
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"packages": {"vllm": "0.32.0"}},
-        {"packages": {"flashinfer-python": "0.7.2.post1"}},
-        {"packages": {"humming-kernels": "0.1.20"}},
-        {"packages": {"vllm": f"{NEWEST}.dev7+gabc1234"}},
-        {"packages": {"vllm": f"{NEWEST}+cu130"}},
-        {"packages": {"torch": "2.15.0"}},
-        {"packages": {"triton": "3.10.0"}},
-        {"driver": "581.1"},
-        {"kernels": "def"},
-    ],
-)
-def test_soft_differences_do_not(changes: dict[str, Any]) -> None:
-    found = differs(**changes)
-    assert found.soft and not found.hard
-
-
-def test_what_is_not_known_is_not_compared() -> None:
-    assert differs() == environment.Differences((), ())
-    assert differs(driver="", kernels="", sm_count=0) == environment.Differences((), ())
-    without = msgspec.structs.replace(THERE, packages={"vllm": NEWEST})
-    assert environment.differences(THERE, without) == environment.Differences((), ())
-
-
-def test_words_about_the_kernels_do_not_change_their_hash(tmp_path: Path) -> None:
-    code = "def f(x):\n    return x + 1\n"
-    written = '"""A page."""\n\n# why\ndef f(x):\n    """Adds\n    one."""\n\n    return x + 1\n'
-    hashes = []
-    for text in (code, written, code.replace("1", "2"), code.replace("x + 1", "'# ' + x")):
-        (tmp_path / "k.py").write_text(text)
-        hashes.append(environment.hash_sources(tmp_path))
-    assert hashes[0] == hashes[1] and len(set(hashes)) == 3
-    for chooses in ("tiles.json", "config.py", "heuristic.py", "launch_config.py", "prefill_config.py"):
-        (tmp_path / chooses).write_text("{}")
-        assert environment.hash_sources(tmp_path) == hashes[-1]
-    (tmp_path / "launch.py").write_text("{}")
-    assert environment.hash_sources(tmp_path) not in hashes
-
-
-@pytest.mark.parametrize(
-    ("changes", "used", "words"),
-    [
-        ({"gpu": "NVIDIA H100"}, False, "are of NVIDIA H100, not of "),
-        ({"packages": {"vllm": "0.31.0"}}, True, "was measured with vllm 0.31.0, not "),
-        ({"packages": {"vllm": f"{HERE.packages['vllm']}.dev3+g1234567"}}, True, "measured with vllm"),
-    ],
-)
-def test_a_cache_of_another_environment_is_ignored_or_used_with_a_remark(
-    backends: Callable[..., None], store: Store, tmp_path: Path, changes: dict[str, Any], used: bool, words: str
-) -> None:
-    backends(SLOW, FAST)
-    layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
-    here = Environment.of(HERE)
-    packages = {**here.packages, **changes.get("packages", {})}
-    there = msgspec.structs.replace(here, gpu=changes.get("gpu", here.gpu), packages=packages)
-    times = {"slow": 100.0, "fast": 50.0}
-    store.add(
-        there,
-        kernel_shape_of(layer),
-        [
-            Sample(name, "16bit", count, "uniform", us, us * 0.99, us * 1.01, 9, 1e-3)
-            for name, us in times.items()
-            for count in TOKEN_COUNTS
-        ],
-    )
-    decision = oracle_module.decide(layer, HERE, asked, measurements=lookup.find_measurements(layer, HERE, asked))
-    assert decision.backend == ("fast" if used else "slow")
-    assert words in decision.explanation
-
-
-def test_the_same_shard_of_another_model_is_the_same_cell() -> None:
-    one = problem(layer="a", intermediate_size=384, tp=2)
-    other = problem(layer="b", intermediate_size=384, scheme=dataclasses.replace(MXFP8_W8A8, packing="online"))
-    assert kernel_shape_of(one) == kernel_shape_of(other)
-    for changes in ({"hidden_size": 4096}, {"experts": 64}, {"has_bias": True}, {"dtype": "float16"}, {"ep": 2}):
-        assert kernel_shape_of(problem(**changes)) != kernel_shape_of(problem())
-    limited = dataclasses.replace(problem().activation, limit=7.0)
-    assert kernel_shape_of(problem(activation=limited)) != kernel_shape_of(problem())
-    assert kernel_shape_of(problem(activation=Activation("silu"))) == kernel_shape_of(problem())
+def test_a_lack_of_memory_that_breaks_the_context_is_not_stored(store: Store, tmp_path: Path) -> None:
+    layer = LAYERS["mxfp8"]
+    task = tuning._TuneTask(layer, HERE, chosen(tmp_path), store, plan(), (), None)
+    shape = kernel_shape_of(layer)
+    for words in ("RuntimeError: CUDA error: out of memory", "RuntimeError: CUDA error: an illegal memory access"):
+        tuning._store_failure(task, shape, "marlin_mxfp8", f"broke the GPU's context: {words}", [("uniform", 8)])
+    kept = [each.failure for _, found in store.samples(shape) for each in found]
+    assert kept == ["broke the GPU's context: RuntimeError: CUDA error: an illegal memory access"]
 
 
 # --- Benchmarks -------------------------------------------------------------------------------------------------------
@@ -577,144 +488,3 @@ def test_invalid_benchmark_files_are_not_imported(tmp_path: Path, text: str) -> 
     (tmp_path / "b.jsonl").write_text(text)
     with pytest.raises(MeasurementError, match=r"is not a file of bench records: (?!KeyError|.*unpack)"):
         bench_records.read_samples(tmp_path / "b.jsonl")
-
-
-# --- The commands, on a machine that is pretended ---------------------------------------------------------------------
-
-
-def run_tasks_here(function: Any, tasks: list[Any], *options: Any) -> Iterator[worker_pool.TaskEvent]:
-    """`worker_pool.run_tasks` in this process, whose backends a worker would not know."""
-    for index, task in enumerate(tasks):
-        sent: list[Any] = []
-        result = function(task, sent.append)
-        yield from (worker_pool.TaskEvent(index, "progress", each) for each in sent)
-        yield worker_pool.TaskEvent(index, "done", result)
-
-
-@pytest.fixture
-def pretended(backends: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """Runs a command of the tool here, as if this were a GPU; returns its exit status and what it printed."""
-    import sys
-
-    from vllm_moe_oracle.cli import layer_arguments
-    from vllm_moe_oracle.cli import main as cli
-    from vllm_moe_oracle.cli.commands import bench as bench_command
-    from vllm_moe_oracle.measurements import model_shapes
-
-    backends(SLOW, FAST, Slowed("wrong", 3.0, fault="numbers"))
-    monkeypatch.setattr(worker_pool, "run_tasks", run_tasks_here)
-    monkeypatch.setattr(layer_arguments, "require_gpu", lambda _: HERE)
-    monkeypatch.setattr(bench_command, "default_registry", tuning.default_registry)
-    monkeypatch.setattr(model_shapes, "parse", lambda word: dataclasses.replace(LAYERS["mxfp8"], layer=word))
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("MOE_ORACLE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("MOE_ORACLE_OBJECTIVE", "1:1,160:1")
-
-    def call(capsys: Any, *words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["vllm-moe-oracle", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        written = capsys.readouterr()
-        return int(ended.value.code or 0), written.out, written.err
-
-    return call
-
-
-TOKENS = ",".join(map(str, TOKEN_COUNTS))
-
-
-def test_tune_prints_keeps_exports_and_goes_on(
-    pretended: Callable[..., Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    words = ("tune", "mxfp8:a-layer", "--tokens", TOKENS, "--routing", "uniform", "--replays", "3")
-    status, out, err = pretended(capsys, *words, "--export", tmp_path / "p.json")
-    assert status == 4 and "wrong: MeasurementError: relative error" in " ".join(
-        out.split()
-    )  # one could not be measured
-    assert "backend fast" in " ".join(out.split()) and "less time than slow" in " ".join(out.split())
-    assert str(tmp_path / "cache") in out
-    assert f"[{len(TOKEN_COUNTS)}/{len(TOKEN_COUNTS)}] done" in err
-    (entry,) = profile.read(tmp_path / "p.json").entries
-    assert set(entry.backends) == {"slow", "fast", "wrong"}
-    status, out, _ = pretended(capsys, *words, "--json")
-    (group,) = json.loads(out)["groups"]
-    assert status == 4 and group["measured"] == 0 and group["backend"] == "fast"
-    assert set(group["times"]) == {"slow", "fast"}
-    shutil.rmtree(tmp_path / "cache")
-    status, out, _ = pretended(capsys, *words, "--json", "--profile", tmp_path / "p.json", "--set", "disable=wrong")
-    assert json.loads(out)["groups"][0]["measured"] == 0
-
-
-def test_bench_prints_a_table_and_writes_records(
-    pretended: Callable[..., Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    words = (
-        "bench",
-        "mxfp8:a-layer",
-        "--tokens",
-        "1,16",
-        "--replays",
-        "3",
-        "--stock",
-        "none",
-        "--backend",
-        "slow,fast",
-    )
-    status, out, err = pretended(capsys, *words, "--jsonl", tmp_path / "b.jsonl")
-    assert status == 0, err
-    assert "mxfp8:a-layer on NVIDIA Pretended" in out and "fast" in out
-    conditions, first, second = map(json.loads, (tmp_path / "b.jsonl").read_text().splitlines())
-    assert conditions["conditions"]["command"].startswith("vllm-moe-oracle bench mxfp8:a-layer --tokens 1,16")
-    assert (first["tokens"], second["tokens"]) == (1, 16) and set(first["us"]) == {"slow", "fast"}
-    status, out, _ = pretended(capsys, *words, "--json")
-    assert [*map(json.loads, out.splitlines())][1]["layer"]["name"] == "mxfp8:a-layer"
-    # The same figures as a profile, and in the cache.
-    with (tmp_path / "b.jsonl").open("a") as file:
-        file.write('{"layer": {"na')  # a run that was ended
-    status, out, err = pretended(capsys, "tune", "--import", tmp_path / "b.jsonl", "--export", tmp_path / "p.json")
-    assert status == 0 and "4 measurements of 1 layers, NVIDIA Pretended" in out, err
-    assert "line 4 is unfinished and left out" in err
-    made = profile.read(tmp_path / "p.json")
-    assert made.environment == Environment.of(HERE) and made.conditions["command"].startswith("vllm-moe-oracle bench")
-    found = {(each.backend, each.tokens): each for each in made.samples(kernel_shape_of(LAYERS["mxfp8"]))}
-    assert found["fast", 16].us == second["us"]["fast"] and found["fast", 16].replays == 3
-    assert [found["slow", 1].low, found["slow", 1].high] == first["quartiles"]["slow"]
-    status, out, _ = pretended(capsys, "tune", "--import", tmp_path / "b.jsonl")
-    assert status == 0
-    (kept,) = Store(tmp_path / "cache").samples(kernel_shape_of(LAYERS["mxfp8"]))
-    assert kept[0] == Environment.of(HERE) and len(kept[1]) == 4
-    status, _, err = pretended(capsys, *words[:-1], "wrong", "--json")
-    assert status == 4 and "warning: mxfp8:a-layer: wrong" in err
-
-
-@pytest.mark.full
-def test_what_serving_would_run_invariant_is_measured_so(
-    pretended: Callable[..., Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    monkeypatch.setattr(Slowed, "capabilities", dataclasses.replace(Emulation.capabilities, batch_invariant=True))
-    words = ("bench", "mxfp8:a-layer", "--tokens", "1", "--replays", "3", "--stock", "none", "--backend", "fast")
-    status, out, _ = pretended(capsys, *words, "--json")
-    shape = json.loads(out.splitlines()[1])["kernel_shape"]
-    assert status == 0 and shape["invariant"] is True
-    status, out, err = pretended(
-        capsys, "tune", "mxfp8:a-layer", "--tokens", TOKENS, "--routing", "uniform", "--replays", "3", "--json"
-    )
-    assert json.loads(out)["groups"][0]["kernel_shape"].endswith("invariant"), err
-    kept = Store(tmp_path / "cache").samples(
-        kernel_shape_of(dataclasses.replace(LAYERS["mxfp8"], batch_invariant=True))
-    )
-    assert len(kept) == 1 and len(kept[0][1]) == 3 * len(TOKEN_COUNTS), (out, err)
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "yes")
-    status, _, err = pretended(capsys, *words)
-    assert status == 2 and "VLLM_BATCH_INVARIANT: 'yes' is not an integer" in err
-
-
-def test_a_lack_of_memory_that_breaks_the_context_is_not_stored(store: Store, tmp_path: Path) -> None:
-    layer = LAYERS["mxfp8"]
-    task = tuning._TuneTask(layer, HERE, chosen(tmp_path), store, plan(), (), None)
-    shape = kernel_shape_of(layer)
-    for words in ("RuntimeError: CUDA error: out of memory", "RuntimeError: CUDA error: an illegal memory access"):
-        tuning._store_failure(task, shape, "marlin_mxfp8", f"broke the GPU's context: {words}", [("uniform", 8)])
-    kept = [each.failure for _, found in store.samples(shape) for each in found]
-    assert kept == ["broke the GPU's context: RuntimeError: CUDA error: an illegal memory access"]
