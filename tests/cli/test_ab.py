@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.lib.cli import Run
+from tests.lib.fresh_process import has_ended
 from tests.lib.tiers import sampled
 from vllm_moe_oracle.cli import kept_turns, served_benchmark
 from vllm_moe_oracle.cli.commands import ab
@@ -101,22 +102,6 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_benchmark, "_POLL_SECONDS", 0.02)  # stand-ins start in a tenth of a second
     monkeypatch.setattr(ab, "installed_packages", lambda: {"vllm": NEWEST})
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-
-
-def has_ended(process: int) -> bool:
-    """A process that nobody waits for may stay as a zombie."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def wait_for_end(process: int) -> bool:
-    for _ in range(200):
-        if has_ended(process):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_an_error_that_a_warning_quotes_is_not_the_first(tmp_path: Path) -> None:
@@ -206,7 +191,7 @@ def test_a_server_that_does_not_start_shows_the_cause_and_its_status(kind: str, 
 def test_a_server_that_never_answers_is_given_up(run: Run, tmp_path: Path) -> None:
     result = run("ab", "model", "--start-timeout", 1, "--never", "--child", tmp_path / "children")
     assert result.status == 4 and "the server was not healthy within 1 s" in result.err
-    assert all(wait_for_end(int(each)) for each in (tmp_path / "children").read_text().split())
+    assert all(has_ended(int(each)) for each in (tmp_path / "children").read_text().split())
 
 
 @pytest.mark.parametrize(("gain", "said"), [("-1", "the benchmark ended with status 5"), ("0", "1 requests failed")])
@@ -216,7 +201,7 @@ def test_a_benchmark_that_fails_is_no_result(
     monkeypatch.setenv(GAIN, gain)
     result = run("ab", "model", "--child", tmp_path / "children")
     assert (result.status, result.out) == (4, "") and said in result.err
-    assert all(wait_for_end(int(each)) for each in (tmp_path / "children").read_text().split())
+    assert all(has_ended(int(each)) for each in (tmp_path / "children").read_text().split())
 
 
 def test_servers_that_are_not_what_they_are_called_are_not_compared(run: Run) -> None:
@@ -409,7 +394,7 @@ def test_an_interruption_leaves_no_server(number: signal.Signals, where: str, tm
     shown, said = process.communicate(timeout=60)
     assert ("output, tokens/s" in shown) == (where == "second turn")
     assert process.returncode == 128 + number and "Traceback" not in said, said
-    assert [each for each in children.read_text().split() if not wait_for_end(int(each))] == []
+    assert [each for each in children.read_text().split() if not has_ended(int(each))] == []
 
 
 def test_the_commands_are_vllms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,14 +9,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.lib.cli import Run
-from tests.lib.fresh_process import environment, python
+from tests.lib.fresh_process import environment, has_ended, python
 from vllm_moe_oracle.cli import child_process
 from vllm_moe_oracle.cli.commands import status
 from vllm_moe_oracle.oracle import watchdog
@@ -224,19 +223,6 @@ def begin() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], int]]]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-def has_ended(process: int, seconds: float = 60.0) -> bool:
-    """Whether a process ends within that time; one that waits to be reaped has ended."""
-    for _ in range(round(seconds / 0.02)):
-        try:
-            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.02)
-    return False
 
 
 @pytest.mark.parametrize("whom", ["parent", "group"])

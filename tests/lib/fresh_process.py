@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 TOOL = ("-m", "vllm_moe_oracle.cli")
@@ -22,3 +23,16 @@ def python(
     """Runs Python to its end; variables as of `environment`."""
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, env=environment(**changes), cwd=cwd, capture_output=True, text=True, timeout=timeout)
+
+
+def has_ended(process: int, seconds: float = 60.0) -> bool:
+    """Whether a process ends within that time; one that waits to be reaped has ended."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z" or time.monotonic() > until:
+            return state == "Z"
+        time.sleep(0.02)

@@ -21,6 +21,7 @@ import pytest
 
 from tests.lib.cases import problem, registry
 from tests.lib.fake_backends import FAST, LAYERS, MODULES, SLOW, SMALL, Slowed
+from tests.lib.fresh_process import has_ended
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.core.decision import Decision
@@ -386,13 +387,6 @@ def descendants(process: int) -> list[int]:
     return [int(each) for each in children]
 
 
-def running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.full
 def test_the_cache_of_a_killed_server_is_completed_by_the_next_start(only: Callable[..., None], tmp_path: Path) -> None:
     only("slow", "fast")
@@ -405,9 +399,7 @@ def test_the_cache_of_a_killed_server_is_completed_by_the_next_start(only: Calla
     server.communicate()
     before = kept(tmp_path)
     assert children and 4 <= len(before) < 8, log.read_text()[-2000:]
-    while any(map(running, children)) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not any(map(running, children))
+    assert all(has_ended(each, max(until - time.monotonic(), 0)) for each in children)
     (decision,) = start(asked(tmp_path))
     assert (decision.backend, decision.why) == ("fast", "measured")
     assert kept(tmp_path) == complete("slow", "fast")

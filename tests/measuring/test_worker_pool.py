@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.lib import pool_tasks
+from tests.lib.fresh_process import has_ended
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import MeasurementError, SettingError
@@ -44,7 +45,7 @@ def test_an_error_in_one_process_ends_all(tmp_path: Path) -> None:
     with pytest.raises(MeasurementError, match=r"^/a/file: the disk is full. Make room$"):
         pool_tasks.ends([("sleep", str(pid)), ("refuse",)], [None, None])
     if pid.exists() and pid.read_text():  # it may not have begun
-        assert gone(int(pid.read_text()))
+        assert has_ended(int(pid.read_text()), 0)
     with pytest.raises(RuntimeError, match="ZeroDivisionError: a defect"):
         pool_tasks.ends([("fail",)], [None])
 
@@ -118,21 +119,6 @@ def test_a_daemon_may_have_workers() -> None:
     process.join()
 
 
-def gone(process: int, seconds: float = 0.0) -> bool:
-    """Whether there is no such process, or only its remains."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return True
-        if state == "Z":
-            return True
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.2)
-
-
 def test_processes_end_with_the_one_that_began_them(tmp_path: Path) -> None:
     """A kill -9 of the command: no GPU is kept busy for it, also in the middle of a task."""
     pid = tmp_path / "pid"
@@ -147,7 +133,7 @@ def test_processes_end_with_the_one_that_began_them(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     assert pid.read_text() in children
-    assert all(gone(int(each), 20) for each in children)
+    assert all(has_ended(int(each), 20) for each in children)
 
 
 def test_gpus_are_named_as_this_process_sees_them() -> None:

@@ -634,6 +634,7 @@ def test_errors_of_the_command_are_one_line(run: Run, tmp_path: Path) -> None:
         ((tmp_path / "none", "-o", "r.html", "--svg", "/proc/x"), "--svg: /proc/x cannot be made or written in"),
         ((bench, "-o", tmp_path), "cannot be written"),
         ((write(tmp_path / "h.jsonl", HEAD),), "nothing to report"),
+        ((write(tmp_path / "x.jsonl", {}),), "Give a file of bench --jsonl, of tune --export, or the one that MOE_OR"),
     ):
         result = run("report", *arguments)
         assert result.status == 2 and words in result.err and result.err.count("\n") == 1
