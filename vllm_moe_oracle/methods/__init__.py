@@ -2,7 +2,8 @@
 
 Machinery:
 
-* `base`: the life cycle that all formats share (`LayerMethod`, `OracleMoEMethod`).
+* `base`: the life cycle that all formats share (`OracleMoEMethod`).
+* `stock_fallback`: which layers are left to stock vLLM.
 * `backend_selection`: the oracle's decision, the verdict of vLLM's own class, one backend for all ranks.
 * `first_start`, `measure_hook`: what is measured before weights are loaded, unless `measure_at_start` is 0.
 * `backend_check`: the self-check on loaded weights, and the fallback.

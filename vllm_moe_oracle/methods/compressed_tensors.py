@@ -131,7 +131,7 @@ class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTens
         packed_format: str = PACK_QUANTIZED,
         build_stock: Callable[[], Any] | None = None,
     ) -> str:
-        """See `OracleMoEMethod.unsupported_by_stock`."""
+        """See `StockFallback.unsupported_by_stock`."""
         if packed_format != PACK_QUANTIZED:
             return f"reads the format {PACK_QUANTIZED} only, not {packed_format}"
         ordered = _integer_scheme(weight_quant, packed_format).act_order == "group"

@@ -62,7 +62,7 @@ class AutoGPTQMoEMethod(ConfigWna16MoEMethod, stock.AutoGPTQMoEMethod):
     """MoE layers; replaces the stock class of the same name."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An instance, or one of the stock class; see `OracleMoEMethod`."""
+        """An instance, or one of the stock class; see `StockFallback`."""
         method = super().__new__(cls, *args, **kwargs)
         if not isinstance(method, Wna16MoEMethod):
             # The weight mapper keeps group indices of experts, which some stock classes do not expect.
@@ -76,7 +76,7 @@ class AutoGPTQMoEMethod(ConfigWna16MoEMethod, stock.AutoGPTQMoEMethod):
 
     @classmethod
     def unsupported_by_stock(cls, quant_config: Any, moe: Any) -> str:
-        """See `OracleMoEMethod.unsupported_by_stock`."""
+        """See `StockFallback.unsupported_by_stock`."""
         scheme = cls.scheme_in(quant_config)
         ordered = scheme.act_order == "group" and scheme.group_size != -1
         return "does not know act order" if ordered and stock_refuses_act_order() else ""

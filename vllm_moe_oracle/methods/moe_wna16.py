@@ -55,7 +55,7 @@ class MoeWNA16Method(ConfigWna16MoEMethod, stock.MoeWNA16Method):
 
     @classmethod
     def unsupported_by_stock(cls, quant_config: Any, moe: Any) -> str:
-        """See `OracleMoEMethod.unsupported_by_stock`."""
+        """See `StockFallback.unsupported_by_stock`."""
         scheme = cls.scheme_in(quant_config)
         return "does not know act order" if scheme.act_order == "group" and scheme.group_size != -1 else ""
 

@@ -1,7 +1,7 @@
 """What stock vLLM would run where no backend here may: the rules that its own expert classes do not ask, as data.
 
-A server asks stock vLLM itself (`methods.base`). Without vLLM, for another machine, the wrappers of stock classes say
-what those can do: a wrapper with no reason against it but these wraps a class that would take the layer.
+A server asks stock vLLM itself (`methods.stock_fallback`). Without vLLM, for another machine, the wrappers of stock
+classes say what those can do: a wrapper with no reason against it but these wraps a class that would take the layer.
 """
 
 from __future__ import annotations
