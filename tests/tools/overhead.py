@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+from vllm_moe_oracle.devices import detect
+
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = 7
 
@@ -130,15 +132,6 @@ def explain_ms() -> float:
     return statistics.median(found[1:])
 
 
-def cpu_name() -> str:
-    """The processor's name, or its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -174,7 +167,7 @@ def main() -> None:
         row["value"] = float(f"{row['value']:.2g}")
         print(f"{row['value']:>8g} {row['unit']}  {row['what']}")
     runs = f"Medians of {RUNS} fresh processes (3 for `register()`, the search and the copy)"
-    conditions = f"{runs}, {cpu_name()}, Python {platform.python_version()}"
+    conditions = f"{runs}, {detect._cpu_name()}, Python {platform.python_version()}"
     result = {"command": "python -m tests.tools.overhead --write", "conditions": conditions, "rows": rows}
     if write:
         (ROOT / "tests/golden/costs.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -52,6 +53,25 @@ def test_a_digest_depends_on_how_arguments_are_specialized() -> None:
         assert digests.of((kernel, args, kwargs)) != first
 
 
+@pytest.fixture
+def restamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, bool]]:
+    """Runs the tool on digests of before and after, and one profile's text; returns its status, and whether the text
+    stayed."""
+
+    def run(before: dict[str, Any], after: dict[str, Any], text: str) -> tuple[int, bool]:
+        profile, paths = tmp_path / "gpu.json", [tmp_path / "before.txt", tmp_path / "after.txt"]
+        profile.write_text(text)
+        for path, made in zip(paths, (before, after), strict=True):
+            path.write_text(json.dumps(made))
+        monkeypatch.setattr(restamp_profiles, "PROFILES", tmp_path)
+        monkeypatch.setattr(restamp_profiles, "EQUAL", tmp_path / "equal.txt")
+        restamp_profiles.EQUAL.write_text('{"0123456789abcdef": ["fedcba9876543210"]}')
+        monkeypatch.setattr("sys.argv", ["restamp_profiles", *map(str, paths)])
+        return restamp_profiles.main(), profile.read_text() == text
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -67,23 +87,12 @@ def test_a_digest_depends_on_how_arguments_are_specialized() -> None:
 def test_profiles_are_restamped_only_for_equal_digests(
     change: dict[str, Any],
     said: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    restamp: Callable[..., tuple[int, bool]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    profile = tmp_path / "gpu.json"
     stale = '{\n"environment": {"gpu":"x","kernels": "0123456789abcdef"}\n}'
-    profile.write_text(stale)
     digests = {"tool": "0", "triton": "3.6.0", "compiled": {"a": ["0"]}, "choices": {"a": "0"}}
-    paths = [tmp_path / "before.txt", tmp_path / "after.txt"]
-    for path, made in zip(paths, (digests, digests | change), strict=True):
-        path.write_text(json.dumps(made))
-    monkeypatch.setattr(restamp_profiles, "PROFILES", tmp_path)
-    monkeypatch.setattr(restamp_profiles, "EQUAL", tmp_path / "equal.txt")
-    restamp_profiles.EQUAL.write_text('{"0123456789abcdef": ["fedcba9876543210"]}')
-    monkeypatch.setattr("sys.argv", ["restamp_profiles", *map(str, paths)])
-    assert restamp_profiles.main() == (said is not None)
-    assert (profile.read_text() == stale) == (said is not None)
+    assert restamp(digests, digests | change, stale) == (said is not None, said is not None)
     assert (said or kernel_sources_hash()) in capsys.readouterr().out
     # Where no call differs, times of earlier sources stay those of these kernels.
     same = said is None and "compiled" not in change
@@ -92,20 +101,11 @@ def test_profiles_are_restamped_only_for_equal_digests(
 
 
 def test_calls_in_float16_may_not_differ_where_such_layers_were_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    restamp: Callable[..., tuple[int, bool]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    profile = tmp_path / "gpu.json"
     stale = '{\n"environment": {"kernels": "0123456789abcdef"},\n"kernel_shape": {"dtype":"float16"}\n}'
-    profile.write_text(stale)
     digests = {"tool": "0", "triton": "3.6.0", "compiled": {"b: float16, 1": ["0"]}, "choices": {}}
-    paths = [tmp_path / "before.txt", tmp_path / "after.txt"]
-    for path, made in zip(paths, (digests, digests | {"compiled": {"b: float16, 1": ["1"]}}), strict=True):
-        path.write_text(json.dumps(made))
-    monkeypatch.setattr(restamp_profiles, "PROFILES", tmp_path)
-    monkeypatch.setattr(restamp_profiles, "EQUAL", tmp_path / "equal.txt")
-    restamp_profiles.EQUAL.write_text('{"0123456789abcdef": ["fedcba9876543210"]}')
-    monkeypatch.setattr("sys.argv", ["restamp_profiles", *map(str, paths)])
-    assert restamp_profiles.main() == 1 and profile.read_text() == stale
+    assert restamp(digests, digests | {"compiled": {"b: float16, 1": ["1"]}}, stale) == (1, True)
     assert "measure again\nb: float16, 1" in capsys.readouterr().out
 
 
