@@ -412,14 +412,22 @@ def report_line(layers: dict[str, str], stock: dict[str, str] | None = None, **m
     return json.dumps({**fields, "groups": groups, "left_to_stock": stock or {}, **more}) + "\n"
 
 
-def test_engagement_by_a_servers_report(run: cli.Run, model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "report.jsonl"
+Tell = Callable[..., cli.Result]
+
+
+@pytest.fixture
+def tell(run: cli.Run, model: Path, tmp_path: Path) -> Tell:
+    """Compares a report of these lines with the model; options after `--report-only`."""
+
+    def compare(*lines: str, more: tuple[str, ...] = ()) -> cli.Result:
+        (tmp_path / "report.jsonl").write_bytes("".join(lines).encode())
+        return run("verify", model, "--report", tmp_path / "report.jsonl", "--report-only", *more)
+
+    return compare
+
+
+def test_engagement_by_a_servers_report(run: cli.Run, model: Path, tmp_path: Path, tell: Tell) -> None:
     both = dict.fromkeys(NAMES, "emulation")
-
-    def tell(*lines: str) -> cli.Result:
-        file.write_text("".join(lines))
-        return run("verify", model, "--report", file, "--report-only")
-
     found = tell(report_line(both))
     assert found.status == 0 and "2 of 2 MoE layers run through the oracle (here, process 7, vLLM 0.32.0)" in found.out
     assert "emulation: model.layers.0-1.mlp.experts" in found.out
@@ -434,8 +442,8 @@ def test_engagement_by_a_servers_report(run: cli.Run, model: Path, tmp_path: Pat
     assert found.status == 1 and "1 of 2 ranks have reported" in found.err
     found = tell(report_line(both, ranks=2), report_line({**both, NAMES[1]: "other"}, rank=1, ranks=2))
     assert found.status == 1 and "ranks differ (rank 0: emulation, rank 1: other)" in found.err
-    file.write_text(report_line(dict.fromkeys(NAMES, "cpu_mxfp4")))
-    found = run("verify", model, "--report", file)
+    (tmp_path / "served.jsonl").write_text(report_line(dict.fromkeys(NAMES, "cpu_mxfp4")))
+    found = run("verify", model, "--report", tmp_path / "served.jsonl")
     assert found.status == 0 and "the server runs cpu_mxfp4, compared here was" in found.err
 
 
@@ -448,16 +456,10 @@ def two_ranks(backend: str = "emulation", began: float = 0.0, **more: Any) -> li
 
 
 @pytest.mark.parametrize("timed", [True, False], ids=["timed", "untimed"])
-def test_ranks_of_an_earlier_load_do_not_count(run: cli.Run, model: Path, tmp_path: Path, timed: bool) -> None:
-    file = tmp_path / "report.jsonl"
+def test_ranks_of_an_earlier_load_do_not_count(tell: Tell, timed: bool) -> None:
     old = two_ranks("other", 100 if timed else 0, host="there")
     new = two_ranks(began=200 if timed else 0)
     new = [each.replace('"process": ', '"process": 7') for each in new]
-
-    def tell(*lines: str) -> cli.Result:
-        file.write_text("".join(lines))
-        return run("verify", model, "--report", file, "--report-only")
-
     for half in new:
         found = tell(*old, half)
         assert found.status == 1 and "1 of 2 ranks have reported the last load" in found.err
@@ -468,42 +470,32 @@ def test_ranks_of_an_earlier_load_do_not_count(run: cli.Run, model: Path, tmp_pa
             assert tell(line, new[1]).status == tell(line, new[0]).status == 1
 
 
-def test_ranks_may_be_on_several_hosts_and_load_a_draft_later(run: cli.Run, model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "report.jsonl"
+def test_ranks_may_be_on_several_hosts_and_load_a_draft_later(tell: Tell) -> None:
     layers = dict.fromkeys(NAMES, "emulation")
     ranks = [{"host": f"host{rank}", "rank": rank, "ranks": 2, "load_began": 50 + rank} for rank in range(2)]
     model_lines = [report_line(layers, load_ended=60, **each) for each in ranks]
     draft_lines = [report_line({**layers, "draft": "emulation"}, load_ended=70, **each) for each in ranks]
     for lines in (model_lines, model_lines + draft_lines, [*model_lines, draft_lines[0]]):
-        file.write_text("".join(lines))
-        found = run("verify", model, "--report", file, "--report-only")
-        assert found.status == 0, found.err
+        assert tell(*lines).status == 0
 
 
-def test_stages_of_a_pipeline_report_layers_of_their_own(run: cli.Run, model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "report.jsonl"
-    stages = [{"rank": rank, "ranks": 2, "process": 7 + rank} for rank in range(2)]
+def test_stages_of_a_pipeline_report_layers_of_their_own(tell: Tell) -> None:
+    def stages(count: int) -> list[str]:
+        one = {"ranks": 2, "moe_layers": count}
+        return [report_line({name: "emulation"}, rank=rank, process=rank, **one) for rank, name in enumerate(NAMES)]
 
-    def tell(count: int) -> cli.Result:
-        lines = [
-            report_line({name: "emulation"}, moe_layers=count, **each) for name, each in zip(NAMES, stages, strict=True)
-        ]
-        file.write_text("".join(lines))
-        return run("verify", model, "--report", file, "--report-only")
-
-    assert tell(1).status == 0
-    found = tell(2)  # each process has a layer that it does not name
+    assert tell(*stages(1)).status == 0
+    found = tell(*stages(2))  # each process has a layer that it does not name
     assert found.status == 1 and "ranks differ (rank 0: emulation, rank 1: none)" in found.err
 
 
-def test_a_report_that_ends_within_a_line_is_read_but_not_complete(run: cli.Run, model: Path, tmp_path: Path) -> None:
-    file, line = tmp_path / "report.jsonl", report_line(dict.fromkeys(NAMES, "emulation"))
+def test_a_report_that_ends_within_a_line_is_read_but_not_complete(tell: Tell) -> None:
+    line = report_line(dict.fromkeys(NAMES, "emulation"))
     for text, status in ((line + line[:40], 1), (line.rstrip("\n"), 0), (line.replace("\n", "\r\n"), 0)):
-        file.write_bytes(text.encode())
-        found = run("verify", model, "--report", file, "--report-only")
+        found = tell(text)
         assert found.status == status and "2 of 2 MoE layers run through the oracle" in found.out
         assert ("the report ends within a line" in found.err) == bool(status)
-    assert run("verify", model, "--report", file, "--report-only", "--json").json["engagement"]["unfinished"] is False
+    assert tell(line, more=("--json",)).json["engagement"]["unfinished"] is False
 
 
 @pytest.mark.parametrize(
@@ -521,12 +513,8 @@ def test_a_report_that_ends_within_a_line_is_read_but_not_complete(run: cli.Run,
     ],
     ids=["version", "rank", "process", "served", "layers", "huge", "more", "groups", "times"],
 )
-def test_a_report_of_another_version_or_with_impossible_numbers(
-    run: cli.Run, model: Path, tmp_path: Path, fields: dict[str, Any], words: str
-) -> None:
-    file = tmp_path / "report.jsonl"
-    file.write_text(json.dumps({**json.loads(report_line(dict.fromkeys(NAMES, "emulation"))), **fields}) + "\n")
-    found = run("verify", model, "--report", file, "--report-only")
+def test_a_report_of_another_version_or_with_impossible_numbers(tell: Tell, fields: dict[str, Any], words: str) -> None:
+    found = tell(json.dumps({**json.loads(report_line(dict.fromkeys(NAMES, "emulation"))), **fields}) + "\n")
     assert found.status == 2 and words in found.err and "Give the file" in found.err
     assert len(found.err.splitlines()) == 1
 
@@ -537,11 +525,9 @@ def test_a_report_of_another_version_or_with_impossible_numbers(
      '{"groups": [], "left_to_stock": {"x": 1}}', report_line({"y": "emulation"}),
      report_line(dict.fromkeys(NAMES, "x"), ranks="two"), report_line(dict.fromkeys(NAMES, "x"), ranks=-1)],
 )  # fmt: skip
-def test_a_report_that_is_none(run: cli.Run, model: Path, tmp_path: Path, text: str) -> None:
-    file = tmp_path / "report.jsonl"
-    file.write_text(text)
-    found = run("verify", model, "--report", file, "--report-only")
-    assert found.status == 2 and str(file) in found.err and len(found.err.splitlines()) == 1
+def test_a_report_that_is_none(tell: Tell, tmp_path: Path, text: str) -> None:
+    found = tell(text)
+    assert found.status == 2 and str(tmp_path / "report.jsonl") in found.err and len(found.err.splitlines()) == 1
 
 
 def test_options_that_need_each_other(run: cli.Run, model: Path, tmp_path: Path) -> None:
