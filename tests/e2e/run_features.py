@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import tempfile
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = globals()[job["feature"]](job)
         return found
     except Exception as error:
+        traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
         gc.collect()

@@ -145,12 +145,15 @@ def fork_ranks() -> None:
     """Ranks begin as copies of this process, as they do on a GPU. On a CPU vLLM starts new interpreters, each of which
     imports for 14 s of a processor; they stay where the variable ``SPAWN_RANKS`` is set, for plugins that act on one
     rank while it starts."""
-    import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return  # vLLM's CPU worker replaces torch.cuda's streams when it is imported
+    import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm.v1.engine import coordinator, utils
     from vllm.v1.executor import multiproc_executor
 
-    if current_platform.is_cpu() and "SPAWN_RANKS" not in os.environ:
+    if "SPAWN_RANKS" not in os.environ:
         for module in (coordinator, utils, multiproc_executor):
             module.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment]
 

@@ -4,7 +4,7 @@ The kernels with an addend against a float32 reference; whole layers with vLLM's
 against merged weights (`lora_layer.py`); tiny models served with an adapter of their experts, against float32
 transformers. Needs vLLM; the last part needs the plugin installed. Compiling takes most of the time:
 
-    python -m pytest -q -m gpu -n 8 --dist worksteal tests/gpu/test_lora_experts.py
+    python -m pytest -q -m gpu -n 8 --dist worksteal -p no:benchmark tests/gpu/test_lora_experts.py
 """
 
 from __future__ import annotations
