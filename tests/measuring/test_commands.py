@@ -59,7 +59,7 @@ def test_tune_prints_keeps_exports_and_goes_on(pretended: Run, tmp_path: Path) -
     assert "backend fast" in result.text and "less time than slow" in result.text
     assert str(tmp_path / "cache") in result.out
     assert "starting 1 process\n" in result.err  # which a kernel may end
-    assert f"[{len(TOKEN_COUNTS)}/{len(TOKEN_COUNTS)}] done" in result.err
+    assert f"[{len(TOKEN_COUNTS)}/{len(TOKEN_COUNTS)}] done" in result.err and result.err.count("] done") == 1
     (entry,) = profile.read(tmp_path / "p.json").entries
     assert set(entry.backends) == {"slow", "fast", "wrong"}
     result = pretended(*words, "--json")

@@ -318,7 +318,8 @@ def _tune_on_gpus(
                 running[event.task] = event.value.backend
                 continue
             done[event.task] = event.value.done
-            progress(event.value.words, min(sum(done), sum(sizes)), sum(sizes))
+            if event.value.done < sizes[event.task]:  # "done" is said once, of all layers
+                progress(event.value.words, min(sum(done), sum(sizes)), sum(sizes))
             continue
         done[event.task] = sizes[event.task]
         shape, here = kernel_shape_of(task.problem), Environment.of(task.device)
