@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from tests.lib import vllm_configs
-from tests.lib.cases import CPU, GPT_OSS, MXFP8, MXFP8_W8A8, RELU2, SILU, problem
+from tests.lib.cases import CPU, GPT_OSS, MXFP8, MXFP8_W8A8, RELU2, SILU, problem, registry
 from vllm_moe_oracle import schemes
 from vllm_moe_oracle.backends.emulation import Emulation, forward, round_inputs
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.problem import Activation, Problem, Scheme
 from vllm_moe_oracle.kernels.activations import activate
+from vllm_moe_oracle.methods import backend_check
 from vllm_moe_oracle.methods.rank_sync import RankGroup
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.schemes import mxfp4, mxfp8
@@ -527,6 +528,18 @@ class Method(SimpleNamespace):
     """What `check_or_fallback` sees of a layer's method."""
 
     @classmethod
+    def over(
+        cls, *backends: Any, layer: Problem | None = None, group: RankGroup | None = None, **settings: Any
+    ) -> Method:
+        """The method of a layer, `LAYERS["silu"]` by default, in a process that has these backends alone."""
+        return cls.of(registry(list(backends)), layer or LAYERS["silu"], group, **settings)
+
+    def check(self, loaded: dict[str, Tensor] | None = None, kernel_built: bool = False) -> None:
+        """Has loaded weights checked, right ones by default."""
+        loaded = weights(self.decision.problem) if loaded is None else loaded
+        backend_check.check_or_fallback(self, loaded, kernel_built, self.backends)
+
+    @classmethod
     def of(cls, backends: Any, layer: Problem, group: RankGroup | None = None, **settings: Any) -> Method:
         chosen = Settings(**settings)
         decision = decide(layer, CPU, chosen, registry=backends)
@@ -538,6 +551,7 @@ class Method(SimpleNamespace):
             moe=moe_config(layer),
             rank_group=group or RankGroup(),
             in_own_order=False,
+            backends=backends,
         )
 
 

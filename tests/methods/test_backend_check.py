@@ -58,10 +58,10 @@ def no_results_of_other_tests() -> Iterator[None]:
 def test_the_next_candidate_is_taken_and_the_decision_says_why(caplog: pytest.LogCaptureFixture) -> None:
     first = Faulty(*SWAPPED)
     layer = LAYERS["silu"]
-    method = Method.of(registry([first, second()]), layer)
+    method = Method.over(first, second())
     assert method.decision.backend == "swapped"
     with caplog.at_level("ERROR", "vllm.moe_oracle"):
-        backend_check.check_or_fallback(method, weights(layer), registry=registry([first, second()]))
+        method.check()
     assert method.backend.name == method.decision.backend == "second"
     assert "swapped" in method.decision.explanation and "self-check" in method.decision.explanation
     failed = next(each for each in method.decision.candidates if each.backend == "swapped")
@@ -75,7 +75,7 @@ def test_a_kernel_that_ends_the_process_is_named_before(caplog: pytest.LogCaptur
     layer, said = LAYERS["silu"], []
     backend = Faulty("ends", compute=lib.sets(lambda: said.append(caplog.text)))
     with caplog.at_level("INFO", "vllm.moe_oracle"):
-        backend_check.check_kernel(Method.of(registry([backend]), layer), weights(layer))
+        backend_check.check_kernel(Method.over(backend), weights(layer))
     assert f"{layer.layer}: checking ends; if the process ends here, MOE_ORACLE_DISABLE=ends leaves it out" in said[0]
 
 
@@ -84,9 +84,8 @@ def test_candidates_are_tried_until_one_passes() -> None:
     third.name = "third"  # type: ignore[misc]
     broken = Faulty("broken", compute=raises)
     broken.rank = 2.0
-    backends = registry([Faulty(*SWAPPED), broken, third])
-    method = Method.of(backends, LAYERS["silu"])
-    backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+    method = Method.over(Faulty(*SWAPPED), broken, third)
+    method.check()
     assert method.decision.backend == "third"
     failed = {each.backend: each.reasons[0].detail for each in method.decision.candidates if not each.accepted}
     assert failed.keys() == {"swapped", "broken"}
@@ -104,9 +103,8 @@ def rejection_of_a_kernel_that_raises(error: BaseException) -> str:
     def compute(*arguments: Any) -> None:
         raise error
 
-    backends = registry([Faulty("broken", compute=compute), second()])
-    method = Method.of(backends, LAYERS["silu"])
-    backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+    method = Method.over(Faulty("broken", compute=compute), second())
+    method.check()
     assert method.decision.backend == method.backend.name == "second"
     return next(each for each in method.decision.candidates if each.backend == "broken").reasons[0].detail
 
@@ -143,8 +141,7 @@ def test_the_traceback_of_an_error_is_printable_and_short(chained: bool, caplog:
             failure.add_note(HOSTILE)
             raise failure from error
 
-    backends = registry([Faulty("broken", compute=compute), second()])
-    backend_check.check_or_fallback(Method.of(backends, LAYERS["silu"]), weights(LAYERS["silu"]), registry=backends)
+    Method.over(Faulty("broken", compute=compute), second()).check()
     assert "broken raised in its self-check" in caplog.text
     said = [record.getMessage() for record in caplog.records]
     assert all(record.exc_info is None for record in caplog.records)
@@ -166,10 +163,9 @@ def test_a_traceback_whose_error_cannot_be_read() -> None:
 
 @pytest.mark.parametrize("settings", [{"self_check": "strict"}, {"backend": "swapped"}], ids=["strict", "explicit"])
 def test_a_strict_check_and_an_explicit_choice_refuse_to_start(settings: dict[str, Any]) -> None:
-    backends = registry([Faulty(*SWAPPED), second()])
-    method = Method.of(backends, LAYERS["silu"], **settings)
+    method = Method.over(Faulty(*SWAPPED), second(), **settings)
     with pytest.raises(SelfCheckError) as caught:
-        backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+        method.check()
     for word in (LAYERS["silu"].layer, "swapped fails its self-check", "relative error", "allowed", "SELF_CHECK=off"):
         assert word in str(caught.value)
     assert method.decision.backend == "swapped"
@@ -179,11 +175,10 @@ def test_a_damaged_checkpoint_is_not_the_backends_fault(monkeypatch: pytest.Monk
     def damaged(*args: Any) -> None:
         raise CheckpointError("the group index is no permutation")
 
-    backends = registry([Faulty("none"), second()])
-    method = Method.of(backends, LAYERS["silu"])
+    method = Method.over(Faulty("none"), second())
     monkeypatch.setattr(inputs, "canonical_experts", damaged)
     with pytest.raises(CheckpointError, match="no permutation"):
-        backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+        method.check()
     assert method.decision.backend == "none"
 
 
@@ -191,117 +186,110 @@ def test_nan_weights_are_a_checkpoint_error() -> None:
     """No backend would pass; each one that fails would take the blame, and the next its place."""
     layer = LAYERS["silu"]
     other = second()
-    backends, loaded = registry([Faulty("none"), other]), weights(layer)
+    loaded = weights(layer)
     loaded["w2"].view(torch.uint8)[0, 3, 5] = 0x7F  # e4m3's NaN
-    method = Method.of(backends, layer)
+    method = Method.over(Faulty("none"), other)
     rule = r"the float32 reference is NaN or infinite for [1-9][0-9]* of 16 tokens on the weights of local experts 0, "
     with pytest.raises(CheckpointError, match=rule) as caught:
-        backend_check.check_or_fallback(method, loaded, registry=backends)
+        method.check(loaded)
     assert caught.value.where == layer.layer and caught.value.remedy
     assert method.decision.backend == "none" and other.runs == 0
 
 
 def test_weights_too_small_for_float16_are_a_checkpoint_error() -> None:
     layer = dataclasses.replace(LAYERS["silu, 16 bit"], dtype="float16")
-    backends, loaded = registry([Faulty("none"), second()]), weights(layer)
+    loaded = weights(layer)
     for name in ("w13_scale", "w2_scale"):
         loaded[name] = torch.full_like(loaded[name], 127 - 30)
     with pytest.raises(CheckpointError, match="or too small or too large for float16"):
-        backend_check.check_or_fallback(Method.of(backends, layer), loaded, registry=backends)
+        Method.over(Faulty("none"), second(), layer=layer).check(loaded)
 
 
 def test_an_override_is_an_explicit_choice() -> None:
     from vllm_moe_oracle.core.overrides import Override
 
-    backends = registry([Faulty(*SWAPPED), second()])
-    method = Method.of(backends, LAYERS["silu"], overrides=(Override("experts", "swapped"),))
+    method = Method.over(Faulty(*SWAPPED), second(), overrides=(Override("experts", "swapped"),))
     with pytest.raises(SelfCheckError):
-        backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+        method.check()
 
 
 def test_an_explicit_choice_gives_way_where_that_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
-    backends = registry([Faulty(*SWAPPED), second()])
-    method = Method.of(backends, LAYERS["silu"], backend="swapped", on_unavailable="fallback")
-    backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+    method = Method.over(Faulty(*SWAPPED), second(), backend="swapped", on_unavailable="fallback")
+    method.check()
     assert method.decision.backend == method.backend.name == "second" and method.decision.degraded
     assert "swapped, which was asked for, failed its self-check" in method.decision.explanation
     assert "taking second instead" in caplog.text
-    strict = Method.of(backends, LAYERS["silu"], backend="swapped", on_unavailable="fallback", self_check="strict")
+    strict = Method.over(Faulty(*SWAPPED), second(), backend="swapped", on_unavailable="fallback", self_check="strict")
     with pytest.raises(SelfCheckError):
-        backend_check.check_or_fallback(strict, weights(LAYERS["silu"]), registry=backends)
+        strict.check()
 
 
 def test_an_explicit_choice_that_is_right_starts() -> None:
-    backends = registry([Faulty(*SWAPPED), second()])
-    method = Method.of(backends, LAYERS["silu"], backend="second")
-    backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+    method = Method.over(Faulty(*SWAPPED), second(), backend="second")
+    method.check()
     assert method.decision.why == "user"
 
 
 def test_when_nothing_is_left_the_layer_is_refused() -> None:
-    backends = registry([Faulty(*SWAPPED), Faulty("broken", compute=raises)])
-    method = Method.of(backends, LAYERS["silu"])
+    method = Method.over(Faulty(*SWAPPED), Faulty("broken", compute=raises))
     with pytest.raises(SelfCheckError, match="fails its self-check"):
-        backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+        method.check()
 
 
 def test_a_reload_cannot_take_another_candidate() -> None:
-    backends = registry([Faulty(*SWAPPED), second()])
-    method = Method.of(backends, LAYERS["silu"])
+    method = Method.over(Faulty(*SWAPPED), second())
     with pytest.raises(SelfCheckError):
-        backend_check.check_or_fallback(method, weights(LAYERS["silu"]), kernel_built=True, registry=backends)
+        method.check(kernel_built=True)
     assert method.backend.name == "swapped"
 
 
 @pytest.mark.parametrize(("mode", "runs"), [("off", 0), ("group", 1), ("all", 3), ("strict", 1)])
 def test_how_often_layers_of_a_group_are_checked(mode: str, runs: int) -> None:
     backend = Faulty("good")
-    backends = registry([backend])
     for index in range(3):
         layer = dataclasses.replace(LAYERS["silu"], layer=f"model.layers.{index}.mlp.experts")
-        backend_check.check_or_fallback(Method.of(backends, layer, self_check=mode), weights(layer), registry=backends)
+        Method.over(backend, layer=layer, self_check=mode).check()
     assert backend.runs == runs
 
 
 def test_a_failure_is_remembered_for_the_group_and_not_for_another() -> None:
     first, other = Faulty(*SWAPPED), second()
-    backends = registry([first, other])
     for index in range(3):
         layer = dataclasses.replace(LAYERS["silu"], layer=f"model.layers.{index}.mlp.experts")
-        method = Method.of(backends, layer)
-        backend_check.check_or_fallback(method, weights(layer), registry=backends)
+        method = Method.over(first, other, layer=layer)
+        method.check()
         assert method.decision.backend == "second"
     assert (first.runs, other.runs) == (1, 1)
-    another = LAYERS["silu, 16 bit"]
-    backend_check.check_or_fallback(Method.of(backends, another), weights(another), registry=backends)
+    Method.over(first, other, layer=LAYERS["silu, 16 bit"]).check()
     assert (first.runs, other.runs) == (2, 2)
 
 
 # --- Before weights are loaded ---------------------------------------------------------------------------------------
 
 
-def reserve(method: Any) -> Any:
-    """Asks a method's backend what it converts to, as the method does when it reserves buffers."""
+def reserve(method: Any) -> None:
+    """Reserves buffers, for which the method asks its backend what it converts to."""
     meta = {name: tensor[0].to("meta") for name, tensor in weights(LAYERS["silu"]).items()}
-    return lambda: method.backend.convert(meta, method.decision.problem, method.decision.plan)
+    backend_check.reserve_or_fallback(
+        method, lambda: method.backend.convert(meta, method.decision.problem, method.decision.plan), method.backends
+    )
 
 
 @pytest.mark.parametrize("fault", FAULTS_OF_CONVERSION)
 def test_a_conversion_that_fails_takes_the_next_candidate(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     act, words = FAULTS_OF_CONVERSION[fault]
-    backends = registry([Faulty("first", lambda expert, layer: act()), second()])
-    method = Method.of(backends, LAYERS["silu"])
+    method = Method.over(Faulty("first", lambda expert, layer: act()), second())
     for _ in range(2):  # the second layer of the kind asks nobody else
-        backend_check.reserve_or_fallback(method, reserve(method), backends)
+        reserve(method)
     assert method.backend.name == method.decision.backend == "second"
     failed = next(each for each in method.decision.candidates if each.backend == "first")
     assert [reason.code for reason in failed.reasons] == ["defect"]
     assert f"its method convert {words}" in failed.reasons[0].detail and "taking second instead" in caplog.text
-    explicit = Method.of(backends, LAYERS["silu"], backend="first")
+    explicit = Method.of(method.backends, LAYERS["silu"], backend="first")
     with pytest.raises(NoBackendError, match="its method convert"):
-        backend_check.reserve_or_fallback(explicit, reserve(explicit), backends)
-    allowed = Method.of(backends, LAYERS["silu"], backend="first", on_unavailable="fallback")
-    backend_check.reserve_or_fallback(allowed, reserve(allowed), backends)
+        reserve(explicit)
+    allowed = Method.of(method.backends, LAYERS["silu"], backend="first", on_unavailable="fallback")
+    reserve(allowed)
     assert allowed.backend.name == "second" and allowed.decision.degraded
 
 
@@ -312,9 +300,8 @@ def converted(processes: Any, faulty: list[int]) -> Any:
     def convert(expert: dict[str, Tensor], layer: Problem) -> dict[str, Tensor]:
         return None if group.rank in faulty else expert  # type: ignore[return-value]
 
-    backends = registry([Faulty("first", convert), second()])
-    method = Method.of(backends, LAYERS["silu"], group)
-    backend_check.reserve_or_fallback(method, reserve(method), backends)
+    method = Method.over(Faulty("first", convert), second(), group)
+    reserve(method)
     return method.backend.name
 
 
@@ -334,10 +321,9 @@ def test_too_little_memory_is_no_fault_of_the_backend(error: Exception) -> None:
     def fail(*arguments: Any) -> None:
         raise error
 
-    backends = registry([Faulty("first", compute=fail), second()])
-    method = Method.of(backends, LAYERS["silu"])
+    method = Method.over(Faulty("first", compute=fail), second())
     with pytest.raises(MemoryError) as caught:
-        backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+        method.check()
     asked = "1.50 GiB" if "alloc_cpu" in str(error) else "some"
     assert f"the self-check of first asked for {asked} of memory that is not free" in str(caught.value)
     assert method.backend.name == "first" and LAYERS["silu"].layer in str(caught.value)
@@ -410,9 +396,9 @@ def settled(processes: Any, faults: dict[str, list[int]], locals_: list[int], se
             local_experts=locals_[group.rank],
             parallel=dataclasses.replace(base.parallel, ep=len(locals_)),
         )
-        method = Method.of(registry(backends), layer, group, **settings)
+        method = Method.over(*backends, layer=layer, group=group, **settings)
         loaded = {name: tensor[: layer.local_experts] for name, tensor in weights(base).items()}
-        backend_check.check_or_fallback(method, loaded, registry=registry(backends))
+        method.check(loaded)
         reasons = {each.backend: each.reasons[0].detail for each in method.decision.candidates if not each.accepted}
         found.append([method.backend.name, reasons])
     return {"found": found, "runs": [backend.runs for backend in backends]}
@@ -461,20 +447,19 @@ def test_it_never_becomes_part_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> No
     from vllm_moe_oracle.errors import LifecycleError
 
     layer, backend = LAYERS["silu"], Faulty("good")
-    method = Method.of(registry([backend]), layer)
+    method = Method.over(backend)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     on_card: Any = {name: SimpleNamespace(is_cuda=True) for name in weights(layer)}
     with pytest.raises(LifecycleError, match=f"{re.escape(layer.layer)}.*the capture of a CUDA graph"):
-        backend_check.check_or_fallback(method, on_card, registry=registry([backend]))
+        method.check(on_card)
     assert backend.runs == 0
-    backend_check.check_or_fallback(method, weights(layer), registry=registry([backend]))  # a CPU captures nothing
+    method.check()  # a CPU captures nothing
     assert backend.runs == 1
 
 
 def test_off_checks_nothing_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    backends = registry([Faulty(*SWAPPED)])
-    method = Method.of(backends, LAYERS["silu"], self_check="off")
-    backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+    method = Method.over(Faulty(*SWAPPED), self_check="off")
+    method.check()
     assert method.decision.backend == "swapped" and not caplog.text
 
 
@@ -506,7 +491,7 @@ def check_in_order(processes: Any, in_own_order: bool, fault: str) -> list[str]:
         method = Method.of(both, layer, group, self_check="all")
         method.in_own_order = in_own_order
         with rank_sync.notify_on_failure(group, f"the checks of {layer.layer}"):
-            backend_check.check_or_fallback(method, weights(layer), registry=both)
+            method.check()
         checked.append(layer.layer)
     rank_sync.all_gather(group, "the end", lambda: True)
     return checked
@@ -545,7 +530,7 @@ def backends_in_order(processes: Any, fault: str) -> dict[str, str]:
         both = registry([backend, second()])
         method = Method.of(both, layer, group, self_check="all")
         method.in_own_order = True
-        backend_check.check_or_fallback(method, weights(layer), registry=both)
+        method.check()
         found[layer.layer] = method.backend.name
     rank_sync.all_gather(group, "the end", lambda: True)
     return found

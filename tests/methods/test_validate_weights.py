@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lib.cases import registry
 from tests.lib.faulty_backends import LAYERS, Method, second, weights
 from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.errors import NoBackendError
-from vllm_moe_oracle.methods import backend_check, load_caches
+from vllm_moe_oracle.methods import load_caches
 
 LAYER = LAYERS["silu"]
 
@@ -42,11 +41,10 @@ def bad_weights(expert: int = 3) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("mode", ("off", "group"))
 def test_the_next_candidate_is_taken_and_the_decision_says_why(mode: str, caplog: pytest.LogCaptureFixture) -> None:
-    backends = registry([Choosy(), second()])
-    method = Method.of(backends, LAYER, self_check=mode)
+    method = Method.over(Choosy(), second(), self_check=mode)
     assert method.decision.backend == "choosy"
     with caplog.at_level("ERROR", "vllm.moe_oracle"):
-        backend_check.check_or_fallback(method, bad_weights(), registry=backends)
+        method.check(bad_weights())
     assert method.backend.name == method.decision.backend == "second"
     refused = next(each for each in method.decision.candidates if each.backend == "choosy")
     assert [reason.code for reason in refused.reasons] == ["weights"]
@@ -56,17 +54,15 @@ def test_the_next_candidate_is_taken_and_the_decision_says_why(mode: str, caplog
 
 
 def test_fitting_weights_have_no_reasons() -> None:
-    backends = registry([Choosy(), second()])
-    method = Method.of(backends, LAYER)
-    backend_check.check_or_fallback(method, weights(LAYER), registry=backends)
+    method = Method.over(Choosy(), second())
+    method.check()
     assert method.backend.name == "choosy"
 
 
 def test_every_layer_is_asked_although_layers_of_a_kind_are_checked_once() -> None:
-    backends = registry([Choosy(), second()])
-    first, other = (Method.of(backends, LAYER) for _ in range(2))
-    backend_check.check_or_fallback(first, weights(LAYER), registry=backends)
-    backend_check.check_or_fallback(other, bad_weights(LAYER.local_experts - 1), registry=backends)
+    first, other = (Method.over(Choosy(), second()) for _ in range(2))
+    first.check()
+    other.check(bad_weights(LAYER.local_experts - 1))
     assert (first.backend.name, other.backend.name) == ("choosy", "second")
 
 
@@ -74,33 +70,29 @@ def test_every_layer_is_asked_although_layers_of_a_kind_are_checked_once() -> No
     "settings", [{"self_check": "strict"}, {"backend": "choosy"}, {"backend": "choosy", "self_check": "off"}], ids=str
 )
 def test_strict_or_explicit_it_refuses_to_start(settings: dict[str, Any]) -> None:
-    backends = registry([Choosy(), second()])
-    method = Method.of(backends, LAYER, **settings)
+    method = Method.over(Choosy(), second(), **settings)
     with pytest.raises(NoBackendError, match=r"choosy cannot hold the loaded weights.*expert 3: the first scale is 1"):
-        backend_check.check_or_fallback(method, bad_weights(), registry=backends)
+        method.check(bad_weights())
     assert method.decision.backend == "choosy"
 
 
 def test_reloaded_weights_that_do_not_fit_are_an_error() -> None:
-    backends = registry([Choosy(), second()])
-    method = Method.of(backends, LAYER)
+    method = Method.over(Choosy(), second())
     with pytest.raises(NoBackendError):
-        backend_check.check_or_fallback(method, bad_weights(), kernel_built=True, registry=backends)
+        method.check(bad_weights(), kernel_built=True)
     assert method.backend.name == "choosy"
 
 
 def test_when_nothing_is_left_the_layer_is_refused() -> None:
-    backends = registry([Choosy()])
-    method = Method.of(backends, LAYER)
+    method = Method.over(Choosy())
     with pytest.raises(NoBackendError):
-        backend_check.check_or_fallback(method, bad_weights(), registry=backends)
+        method.check(bad_weights())
 
 
 def test_what_was_checked_stays_as_it_was() -> None:
-    backends = registry([Choosy(), second()])
     raw = bad_weights()
     before = {name: each.clone() for name, each in raw.items()}
-    backend_check.check_or_fallback(Method.of(backends, LAYER), raw, registry=backends)
+    Method.over(Choosy(), second()).check(raw)
     assert all(torch.equal(raw[name].view(torch.uint8), each.view(torch.uint8)) for name, each in before.items())
 
 
@@ -112,9 +104,8 @@ class Raising(Choosy):
 
 
 def test_an_answer_that_fails_is_a_refusal() -> None:
-    backends = registry([Raising(), second()])
-    method = Method.of(backends, LAYER)
-    backend_check.check_or_fallback(method, weights(LAYER), registry=backends)
+    method = Method.over(Raising(), second())
+    method.check()
     assert method.backend.name == "second"
     refused = next(each for each in method.decision.candidates if each.backend == "choosy")
     assert "its method validate_weights raised SystemExit: a bug" in refused.reasons[0].detail

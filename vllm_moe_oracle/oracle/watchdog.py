@@ -38,12 +38,18 @@ class _Activities:
         self._observer: Observer | None = None
 
     def observe(self, observer: Observer | None) -> None:
-        """See `observe`."""
+        """Has an observer called with what runs, each time that this changes: it must be quick, and may not raise. None
+        for none."""
         self._observer = observer
 
     @contextlib.contextmanager
-    def during(self, what: str, remedy: str) -> Iterator[None]:
-        """See `doing`."""
+    def doing(self, what: str, remedy: str) -> Iterator[None]:
+        """Tells the observer what the code inside is, in case that it ends the process.
+
+        Args:
+            what: as the subject of a sentence.
+            remedy: what keeps it from running.
+        """
         key = object()
         with self._lock:
             self._running[key] = what, remedy
@@ -61,22 +67,7 @@ class _Activities:
 
 
 _activities = _Activities()
-
-
-def observe(observer: Observer | None) -> None:
-    """Has an observer called with what runs, each time that this changes: it must be quick, and may not raise. None for
-    none."""
-    _activities.observe(observer)
-
-
-def doing(what: str, remedy: str) -> contextlib.AbstractContextManager[None]:
-    """Tells the observer what the code inside is, in case that it ends the process.
-
-    Args:
-        what: as the subject of a sentence.
-        remedy: what keeps it from running.
-    """
-    return _activities.during(what, remedy)
+observe, doing = _activities.observe, _activities.doing
 
 
 class _OnStandardError(io.TextIOBase):
