@@ -19,6 +19,7 @@ from tests.lib import reference, vllm_configs
 from tests.lib.wna16_layers import Contents, checkpoint_of
 from vllm_moe_oracle.compat.layer_context import set_current_layer
 from vllm_moe_oracle.core.problem import Problem
+from vllm_moe_oracle.methods.base import OracleMoEMethod
 
 NAME = "model.layers.3.mlp.experts"
 TOKENS = 5
@@ -176,3 +177,23 @@ def expected(contents: Contents, x: torch.Tensor, weights: torch.Tensor, ids: to
         b13=biases.get("w13"),
         b2=biases.get("w2"),
     )
+
+
+def whole_of(layers: list[Layer], contents: Any) -> float:
+    """Relative error of the sum over ranks."""
+    x, weights, ids = tokens(contents.problem)
+    found = sum(run(layer, x, weights, ids) for layer in layers)
+    wanted = expected(contents, x, weights, ids)
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+def loaded(contents: Any, name: str = "", ranks: int = 1, files: Any = None) -> list[Layer]:
+    """The layer on each rank, converted."""
+    layers = []
+    for rank in range(ranks):
+        layer = made(contents.problem, moe_config(contents.problem, rank, ranks), name)
+        assert isinstance(layer.quant_method, OracleMoEMethod)
+        load(layer, files or contents.files())
+        layer.quant_method.process_weights_after_loading(layer)
+        layers.append(layer)
+    return layers
