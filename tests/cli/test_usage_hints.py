@@ -54,6 +54,8 @@ def test_what_goes_on_to_vllm_gets_vllms_names() -> None:
         (("tune", "gpt-os-20b"), "Did you mean gpt-oss-20b?"),
         (("tune", CONFIG, "-o", "x"), "Hint: give --jsonl FILE, --export FILE"),
         (("backends",), "Hint: status --verbose lists backends"),
+        (("version",), "Hint: it is an option: --help, --version"),
+        (("-V",), "Hint: --version prints the version"),
         (("doctor",), "Hint: status --check says"),
         (("statu",), "Did you mean 'status'?"),
         (("nonsense",), "No such command 'nonsense'."),

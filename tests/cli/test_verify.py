@@ -324,6 +324,7 @@ def test_an_interrupted_run_continues(
     assert len(file.read_text().splitlines()) == 3
     third = run("verify", model, "--resume", file)
     assert third.status == 0 and "[" not in third.err.replace("[0m", "")
+    assert f"note: 2 results are of an earlier run, from {file}\n" in third.err and "earlier run" not in first.err
 
 
 def overwrite_scales(folder: Path, name: str) -> None:

@@ -18,8 +18,8 @@ from . import completion
 ModelNames = Annotated[
     list[str] | None,
     typer.Argument(
-        help="A checkpoint's folder, a config.json, a Hub name in the local cache, SCHEME:SHAPE[@tpN], or a SHAPE in "
-        "all its formats.",
+        help="A checkpoint's folder, a config.json, a Hub name in the local cache, SCHEME:SHAPE[@tpN] such as "
+        "mxfp8:qwen3-30b-a3b@tp2, or a SHAPE in all its formats. An unknown name lists all.",
         metavar="MODEL",
         autocompletion=completion.models,
     ),
@@ -132,7 +132,7 @@ Assignments = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="A setting of the plugin, e.g. --set backend=emulation. Repeatable.",
+        help="A setting of the plugin, e.g. --set backend=emulation; status --verbose lists all. Repeatable.",
         metavar="KEY=VALUE",
         autocompletion=completion.assignments,
     ),

@@ -29,7 +29,15 @@ logging.getLogger("vllm.moe_oracle").addFilter(PrintableFilter())
 
 app = typer.Typer(
     name="vllm-moe-oracle",
-    help="Says which kernels vLLM's quantized mixture-of-experts layers get on a machine, and why.",
+    help="""\
+Says which kernels vLLM's quantized mixture-of-experts layers get on a machine, and why.
+
+\b
+Examples:
+  vllm-moe-oracle explain ~/models/Qwen3-30B-A3B-MXFP8 --device nvidia-h200
+  vllm-moe-oracle status --check
+  vllm-moe-oracle tune ~/models/gpt-oss-20b
+""",
     no_args_is_help=True,
     # Plain help and usage errors: readable in a log, and rich is not imported for them.
     rich_markup_mode=None,

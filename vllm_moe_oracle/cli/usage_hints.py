@@ -53,6 +53,7 @@ _COMMANDS = {
     **dict.fromkeys(("serve", "run"), "vllm serve MODEL, with the plugin installed"),
     **dict.fromkeys(("compare", "diff"), "ab compares servers, bench kernels"),
     **dict.fromkeys(("show", "why", "plan", "info"), "explain CHECKPOINT says what would run, and why"),
+    **dict.fromkeys(("help", "version"), "it is an option: --help, --version"),
 }
 _OF_ALL_DEVICES = "explain answers for any GPU; this command runs on this machine, without a name of one"
 _OPTIONS = {
@@ -66,6 +67,7 @@ _OPTIONS = {
     "--output": "give --jsonl FILE, --export FILE, or the shell's >",
     "-o": "give --jsonl FILE, --export FILE, or the shell's >",
     "--format": "--json prints JSON",
+    "-V": "--version prints the version",
     "--list": "status --verbose lists what there is",
     "--settings": "--set KEY=VALUE, once for each setting",
 }

@@ -74,7 +74,10 @@ _Stock = Annotated[
 ]
 _Plot = Annotated[
     Path | None,
-    file_option("Draw times, and the speed-up over stock, into this file (.svg, .png); needs the extra plot."),
+    file_option(
+        "Draw times, and the speed-up over stock, into this file (.svg, .png), in place of an earlier picture; needs "
+        "the extra plot."
+    ),
 ]
 
 
@@ -83,7 +86,7 @@ Time every accepted backend beside stock vLLM's own layer, on this machine, in o
 
 The first line of the records holds the conditions and the command that repeats
 them. A file of earlier records is appended to; one of another environment is
-refused before anything is timed. A picture is replaced.
+refused before anything is timed.
 
 \b
 Examples:
@@ -215,7 +218,8 @@ def _kernel_shapes(
     schemes = [name for name in (DEFAULT_SCHEMES if scheme is None else scheme).split(",") if name]
     words += [f"{name}:{each}" for each in shape.split(",") if each for name in schemes]
     if not words:
-        raise MeasurementError("nothing is named to be timed", "Name a model, or --shape with --scheme")
+        rule, remedy = "nothing is named to be timed", "Name a model, such as mxfp8:qwen3-30b-a3b, or give --shape"
+        raise MeasurementError(rule, remedy)
     problems = layer_arguments.resolve_problems(words, ranks, quantization, settings.ragged_shards)
     found = tuning.group_by_kernel_shape(layer_arguments.apply_settings(each, settings) for each in problems)
     # Layers of several models may have one name; records are shown by it.

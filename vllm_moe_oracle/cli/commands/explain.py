@@ -128,10 +128,10 @@ Exit status:
   0  every group of layers has a backend or is left to stock vLLM; or the whole
      model is left to stock vLLM, since it has no experts or is in a format
      that is not served
+  2  the input cannot be used; one line on standard error says what and where
   3  a server would not start: a group has no backend, vLLM refuses the
      options, or {env_var("strict")} refuses a profile; the table is printed
      nevertheless
-  2  the input cannot be used; one line on standard error says what and where
 """
 
 

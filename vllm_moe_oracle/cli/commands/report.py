@@ -53,7 +53,10 @@ def command(
     to: Annotated[
         Path, output_option("The page; an earlier page is replaced, and no other file.", "--output", "-o")
     ] = Path("moe-oracle-report.html"),
-    svg: Annotated[Path | None, file_option("Also write each plot as a file into this folder.", metavar="DIR")] = None,
+    svg: Annotated[
+        Path | None,
+        file_option("Also write each plot as a file into this folder; earlier plots are replaced.", metavar="DIR"),
+    ] = None,
     assignments: Assignments = None,
 ) -> None:
     """What `HELP` says."""

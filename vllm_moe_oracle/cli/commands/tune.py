@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from ...measuring.tuning import TuneOptions, TuneOutcome
 
 
-_ELSEWHERE = "Measure on the machine that serves, and carry its profile: tune --export FILE there, then set profile"
+_ELSEWHERE = f"Measure on the machine that serves: tune --export FILE there, then {env_var('profile')}=FILE here"
 
 _Tokens = Annotated[
     str,
     counts_option(
-        "Numbers of tokens, at least ten, with 1, 2, 4, 8 and 16. Default: powers of two from 1 to 8192.",
+        "Numbers of tokens, at least ten, with 1, 2, 4, 8 and 16. [default: powers of two from 1 to 8192]",
     ),
 ]
 _Routing = Annotated[str, names_option("uniform, skewed, or both.", lambda: get_args(RoutingKind), "KIND,...")]
@@ -107,7 +107,7 @@ def command(
     tokens: _Tokens = "",
     routing: _Routing = "uniform,skewed",
     replays: Replays = 20,
-    budget: Annotated[float | None, seconds_option("Seconds for everything.")] = None,
+    budget: Annotated[float | None, seconds_option("Seconds for everything; the next call measures the rest.")] = None,
     jobs: CompileJobs = 0,
     tiles: _Tiles = 2,
     gpus: Gpus = "",
@@ -191,7 +191,7 @@ def _named_problems(
         OracleError: no layer is named, a name is unknown, or options contradict each other.
     """
     if not models and not shapes:
-        raise MeasurementError("no model is named", "Name one, or --shapes")
+        raise MeasurementError("no model is named", "Name one, such as mxfp8:qwen3-30b-a3b, or give --shapes")
     if not models:
         given = {"--ep": ranks.ep, "--tp": ranks.tp != 1, "--dp": ranks.dp != 1, "--quantization": bool(quantization)}
         if useless := [option for option, is_given in given.items() if is_given]:

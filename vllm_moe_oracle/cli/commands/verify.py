@@ -117,6 +117,8 @@ def _check(answer: _Answer, config: CheckpointFiles, settings: Settings, resume:
         if resume is not None:
             kept = verifying.ResumeFile(resume, made)
             stack.callback(kept.close)
+            if kept.results:
+                output.print_message("note", f"{len(kept.results)} results are of an earlier run, from {resume}")
         progress = stack.enter_context(layer_arguments.progress_bar(answer.as_json))
         for note in made.layers.notes_on_files:
             output.print_message("note", note)
