@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import itertools
 import logging
+import operator
 import os
 import signal
 import sys
@@ -161,21 +163,42 @@ def ignore(**changes: Any) -> Understand:
     return lambda layer: dataclasses.replace(layer, activation=dataclasses.replace(layer.activation, **changes))
 
 
-def other_experts(
-    tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
-) -> None:
-    forward(tensors, layer, out, x, weights, (ids + 1) % layer.num_experts, *more)
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a kernel gets. `places` is the expert map."""
+
+    layer: Problem
+    out: Tensor
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+    places: Tensor | None = None
 
 
-def other_weights(
-    tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
-) -> None:
-    forward(tensors, layer, out, x, weights.flip(-1), ids, *more)
+def reads(**changes: Callable[[Call], Tensor | None]) -> Compute:
+    """The right kernel, with other `x`, `weights`, `ids` or `places` than it gets."""
+
+    def compute(tensors: Any, layer: Problem, out: Tensor, *given: Any) -> None:
+        call = Call(layer, out, *given)
+        names = ("x", "weights", "ids", "places")
+        forward(tensors, layer, out, *(changes.get(name, operator.attrgetter(name))(call) for name in names))
+
+    return compute
 
 
-def one_nan(tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
-    forward(tensors, layer, out, *more)
-    out[-1, -1] = torch.nan
+def then(change: Callable[[Call], object]) -> Compute:
+    """The right kernel, and a change after it."""
+
+    def compute(tensors: Any, layer: Problem, out: Tensor, *given: Any) -> None:
+        forward(tensors, layer, out, *given)
+        change(Call(layer, out, *given))
+
+    return compute
+
+
+other_experts = reads(ids=lambda call: (call.ids + 1) % call.layer.num_experts)
+other_weights = reads(weights=lambda call: call.weights.flip(-1))
+one_nan = then(lambda call: call.out[-1, -1].fill_(torch.nan))
 
 
 def raises(tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
@@ -188,13 +211,7 @@ def nothing(tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
 
 def after(change: Callable[[Tensor], object], calls: Callable[[int], object] = lambda tokens: True) -> Compute:
     """The right output, changed in the calls whose number of tokens `calls` accepts."""
-
-    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, *more: Any) -> None:
-        forward(tensors, layer, out, x, *more)
-        if calls(x.shape[0]):
-            change(out)
-
-    return compute
+    return then(lambda call: change(call.out) if calls(len(call.x)) else None)
 
 
 def sets(change: Callable[[], object]) -> Compute:
@@ -202,17 +219,10 @@ def sets(change: Callable[[], object]) -> Compute:
     return after(lambda out: change())
 
 
-class Nth:
-    """The right output, changed in one call of those of an instance."""
-
-    def __init__(self, number: int) -> None:
-        self._left = number
-
-    def __call__(self, tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
-        forward(tensors, layer, out, *more)
-        self._left -= 1
-        if self._left == 0:
-            out.mul_(1.5)
+def nth(number: int) -> Compute:
+    """The right output, changed in one call."""
+    numbers = itertools.count(1)
+    return after(lambda out: out.mul_(1.5), lambda tokens: next(numbers) == number)
 
 
 def wrong_experts(wrong: Callable[[int], bool]) -> Compute:
@@ -228,39 +238,17 @@ def wrong_experts(wrong: Callable[[int], bool]) -> Compute:
     return compute
 
 
-def nan_where_idle(
-    tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
-) -> None:
-    forward(tensors, layer, out, x, weights, ids, *more)
-    if len(ids[ids >= 0].unique()) < layer.local_experts:
-        out[0, 0] = torch.nan
+def has_idle_experts(call: Call) -> bool:
+    return len(call.ids[call.ids >= 0].unique()) < call.layer.local_experts
 
 
-def empty_is_first(
-    tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
-) -> None:
-    forward(tensors, layer, out, x, weights, ids.clamp(min=0), *more)
-
-
-def ignores_map(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
-    forward(tensors, layer, out, x, weights, ids.clamp(max=layer.local_experts - 1))
-
-
-def writes_into_x(tensors: Any, layer: Problem, out: Tensor, x: Tensor, *more: Any) -> None:
-    forward(tensors, layer, out, x, *more)
-    x[-1, -1] += 1
-
-
-def last_weight(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
-    forward(tensors, layer, out, x, torch.cat((weights[:, :-1], weights[:, :1]), 1), ids, *more)
-
-
-def normalizes(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
-    forward(tensors, layer, out, x, weights / weights.sum(-1, keepdim=True), ids, *more)
-
-
-def clamps(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
-    forward(tensors, layer, out, x, weights.clamp(max=1.0), ids, *more)
+nan_where_idle = then(lambda call: call.out[0, 0].fill_(torch.nan) if has_idle_experts(call) else None)
+empty_is_first = reads(ids=lambda call: call.ids.clamp(min=0))
+ignores_map = reads(ids=lambda call: call.ids.clamp(max=call.layer.local_experts - 1), places=lambda call: None)
+writes_into_x = then(lambda call: call.x[-1, -1].add_(1))
+last_weight = reads(weights=lambda call: torch.cat((call.weights[:, :-1], call.weights[:, :1]), 1))
+normalizes = reads(weights=lambda call: call.weights / call.weights.sum(-1, keepdim=True))
+clamps = reads(weights=lambda call: call.weights.clamp(max=1.0))
 
 
 def many_tokens(wrong: Compute, more_than: int = 600) -> Compute:
@@ -275,60 +263,51 @@ def many_tokens(wrong: Compute, more_than: int = 600) -> Compute:
 def masked(width: int) -> Compute:
     """Marks a token's experts in a mask of `width` bits: of two that share a bit, the second is lost."""
 
-    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
-        bits = torch.where(ids < 0, -1, ids % width)
-        same = (bits[:, :, None] == bits[:, None, :]) & (ids[:, :, None] >= 0)
-        forward(tensors, layer, out, x, weights.masked_fill(same.tril(-1).any(-1), 0.0), ids, *more)
+    def weights(call: Call) -> Tensor:
+        bits = torch.where(call.ids < 0, -1, call.ids % width)
+        same = (bits[:, :, None] == bits[:, None, :]) & (call.ids[:, :, None] >= 0)
+        return call.weights.masked_fill(same.tril(-1).any(-1), 0.0)
 
-    return compute
-
-
-def distant_experts(
-    tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
-) -> None:
-    """Loses experts eight or more beyond the first of a token."""
-    lost = ((ids - ids[:, :1]) % layer.num_experts >= 8) & (ids >= 0)
-    forward(tensors, layer, out, x, weights.masked_fill(lost, 0.0), ids, *more)
+    return reads(weights=weights)
 
 
-def neighbors_of_the_first(
-    tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
-) -> None:
-    """Reads a token's first id alone."""
-    slots = torch.arange(ids.shape[1], device=ids.device)
-    taken = torch.where(ids < 0, ids, (ids[:, :1].clamp(min=0) + slots) % layer.num_experts).to(ids.dtype)
-    forward(tensors, layer, out, x, weights, taken, *more)
+def without_distant_experts(call: Call) -> Tensor:
+    """Weights in which experts eight or more beyond the first of a token are lost."""
+    lost = ((call.ids - call.ids[:, :1]) % call.layer.num_experts >= 8) & (call.ids >= 0)
+    return call.weights.masked_fill(lost, 0.0)
+
+
+def after_the_first(call: Call) -> Tensor:
+    """Ids that follow a token's first one."""
+    slots = torch.arange(call.ids.shape[1], device=call.ids.device)
+    taken = (call.ids[:, :1].clamp(min=0) + slots) % call.layer.num_experts
+    return torch.where(call.ids < 0, call.ids, taken).to(call.ids.dtype)
+
+
+distant_experts = reads(weights=without_distant_experts)
+neighbors_of_the_first = reads(ids=after_the_first)
 
 
 def kept_by_address() -> Compute:
     """Keeps what it has sorted by number of tokens and address of the ids, as code for CUDA graphs may."""
     kept: dict[tuple[Any, ...], Tensor] = {}
-
-    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
-        first = kept.setdefault((ids.shape, ids.data_ptr()), ids.clone())
-        forward(tensors, layer, out, x, weights, first, *more)
-
-    return compute
+    return reads(ids=lambda call: kept.setdefault((call.ids.shape, call.ids.data_ptr()), call.ids.clone()))
 
 
-def last_expert_last_columns(
-    tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
-) -> None:
+def last_expert_last_columns(call: Call) -> None:
     """The last 32 columns of the tokens of the last expert are off by a half."""
-    forward(tensors, layer, out, x, weights, ids, *more)
-    mine = (ids == layer.num_experts - 1).any(-1, keepdim=True)
-    out[:, -32:] = torch.where(mine, out[:, -32:] * 1.5, out[:, -32:])
+    mine = (call.ids == call.layer.num_experts - 1).any(-1, keepdim=True)
+    call.out[:, -32:] *= torch.where(mine, 1.5, 1.0)
 
 
 def exchanged(rows: int) -> Compute:
     """Whole blocks of as many tokens in another order."""
 
-    def compute(tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
-        forward(tensors, layer, out, *more)
+    def change(out: Tensor) -> None:
         whole = out[: len(out) // rows * rows].view(-1, rows, out.shape[1])
         whole.copy_(whole.roll(1, 0))
 
-    return compute
+    return after(change)
 
 
 def leaves_columns(tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
@@ -346,9 +325,8 @@ def reads_workspace(
     out += (workspace.view(torch.float32)[: out.numel()].view(out.shape) * 0.0).to(out.dtype)
 
 
-def narrow_ids(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
-    """Takes every id for an int32."""
-    forward(tensors, layer, out, x, weights, ids.view(torch.int32)[:, : ids.shape[1]], *more)
+narrow_ids = reads(ids=lambda call: call.ids.view(torch.int32)[:, : call.ids.shape[1]])
+"""Takes every id for an int32."""
 
 
 def some_scales(name: str, exponents: int) -> Convert:
@@ -460,7 +438,7 @@ FAULTS: dict[str, Faulty] = {
         Faulty("smaller scales of w2", some_scales("w2_scale", -1)),
         Faulty("bias of the last columns", short_bias),
         Faulty("many tokens, one expert", compute=many_tokens(wrong_experts(lambda index: index == 2)), beyond=(600,)),
-        Faulty("many tokens, last columns", compute=many_tokens(last_expert_last_columns), beyond=(600,)),
+        Faulty("many tokens, last columns", compute=many_tokens(then(last_expert_last_columns)), beyond=(600,)),
         Faulty("many tokens, blocks", compute=many_tokens(exchanged(64)), beyond=(600,)),
         Faulty("blocks of 16", compute=exchanged(16)),
         Faulty("output left", compute=leaves_columns),

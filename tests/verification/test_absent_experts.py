@@ -15,7 +15,7 @@ from tests.lib.cases import MXFP8, SILU, problem
 pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular kernel")
 
 from tests.lib import faulty_backends as lib
-from tests.lib.faulty_backends import MXFP4_W4A4, OAI, Compute, Faulty, check, weights
+from tests.lib.faulty_backends import MXFP4_W4A4, OAI, Call, Compute, Faulty, check, reads, then, weights
 from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.core.problem import Parallel, Problem
 from vllm_moe_oracle.verification import converted_layer, inputs
@@ -38,62 +38,54 @@ def converted(backend: Faulty, layer: Problem, every: bool = True) -> converted_
     return lib.converted(backend, layer, loaded(layer), every)
 
 
-def here(ids: Tensor, expert_map: Tensor | None) -> Tensor:
+def here(call: Call) -> Tensor:
     """Which slots have an expert of this rank."""
-    return ids >= 0 if expert_map is None else (ids >= 0) & (expert_map[ids.long().clamp(min=0)] >= 0)
+    ids, places = call.ids, call.places
+    return ids >= 0 if places is None else (ids >= 0) & (places[ids.long().clamp(min=0)] >= 0)
 
 
-def scaled(rows: Callable[[Tensor, Tensor | None], Tensor]) -> Compute:
+def scaled(rows: Callable[[Call], Tensor]) -> Compute:
     """The right output, of which some tokens are off by a half."""
-
-    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
-        forward(tensors, layer, out, x, weights, ids, *more)
-        out.mul_(torch.where(rows(ids, more[0]), 1.5, 1.0).unsqueeze(-1))
-
-    return compute
+    return then(lambda call: call.out.mul_(torch.where(rows(call), 1.5, 1.0).unsqueeze(-1)))
 
 
 def skips(slot: int, remote: bool) -> Compute:
     """Takes a token for an empty one by one of its slots."""
 
-    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
-        absent = ~here(ids, more[0]) if remote else ids < 0
-        forward(tensors, layer, out, x, weights, ids.masked_fill(absent[:, slot, None], -1), *more)
+    def ids(call: Call) -> Tensor:
+        absent = ~here(call) if remote else call.ids < 0
+        return call.ids.masked_fill(absent[:, slot, None], -1)
 
-    return compute
+    return reads(ids=ids)
 
 
-def unwritten(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
+def unwritten(tensors: Any, layer: Problem, out: Tensor, *given: Any) -> None:
     """Returns early where no token has an expert here."""
-    if here(ids, more[0]).any():
-        forward(tensors, layer, out, x, weights, ids, *more)
+    if here(Call(layer, out, *given)).any():
+        forward(tensors, layer, out, *given)
 
 
-def stops(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
-    """Reads a token's slots up to the first one without an expert here."""
-    lost = (~here(ids, more[0])).cumsum(-1) > 0
-    forward(tensors, layer, out, x, weights, ids.masked_fill(lost, -1), *more)
+def up_to_a_gap(call: Call) -> Tensor:
+    """A token's ids up to the first one without an expert here."""
+    return call.ids.masked_fill((~here(call)).cumsum(-1) > 0, -1)
 
 
-def counts(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
-    """Reads as many of a token's first slots as it has experts here."""
-    lost = torch.arange(ids.shape[1]) >= here(ids, more[0]).sum(-1, keepdim=True)
-    forward(tensors, layer, out, x, weights, ids.masked_fill(lost, -1), *more)
+def as_many_as_are_here(call: Call) -> Tensor:
+    """As many of a token's first ids as it has experts here."""
+    return call.ids.masked_fill(torch.arange(call.ids.shape[1]) >= here(call).sum(-1, keepdim=True), -1)
 
 
-def adds(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
-    """Adds something to a token all of whose experts other ranks have."""
-    forward(tensors, layer, out, x, weights, ids, *more)
-    out.add_(((ids >= 0) & ~here(ids, more[0])).all(-1, keepdim=True) * 3.0)
+stops, counts = reads(ids=up_to_a_gap), reads(ids=as_many_as_are_here)
+adds = then(lambda call: call.out.add_(((call.ids >= 0) & ~here(call)).all(-1, keepdim=True) * 3.0))
+"""Adds something to a token all of whose experts other ranks have."""
 
 
-def two_empty(ids: Tensor, expert_map: Tensor | None) -> Tensor:
-    return ((ids < 0).sum(-1) > 1) & here(ids, expert_map).any(-1)
+def two_empty(call: Call) -> Tensor:
+    return ((call.ids < 0).sum(-1) > 1) & here(call).any(-1)
 
 
-def two_remote(ids: Tensor, expert_map: Tensor | None) -> Tensor:
-    found = here(ids, expert_map)
-    return (((ids >= 0) & ~found).sum(-1) > 1) & found.any(-1)
+def two_remote(call: Call) -> Tensor:
+    return (((call.ids >= 0) & ~here(call)).sum(-1) > 1) & here(call).any(-1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -156,17 +148,13 @@ def test_slots_of_other_ranks_leave_every_expert_a_token(tokens: int, top_k: int
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("top_k", [1, 2, 3, 7, 8])
 def test_one_call_more_and_no_token_names_an_expert_twice(top_k: int, ranks: int) -> None:
-    seen: list[tuple[Tensor, Tensor | None]] = []
-
-    def looks(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
-        seen.append((ids.clone(), more[0]))
-        forward(tensors, layer, out, x, weights, ids, *more)
-
+    seen: list[tuple[Tensor, Tensor]] = []
+    looks = then(lambda call: seen.append((call.ids.clone(), here(call))))
     layer = layer_of(top_k, ranks)
     assert check(Faulty("right", compute=looks), layer, loaded(layer)).passed
-    assert len(seen) == 28 and [len(ids) for ids, found in seen if not here(ids, found).any()] == [1]
+    assert len(seen) == 28 and [len(ids) for ids, found in seen if not found.any()] == [1]
     # The first call, the only one on fresh memory with one token and experts, lacks none.
-    assert here(*seen[0]).all()
+    assert seen[0][1].all()
     if ranks > 1:
         assert converted(Faulty("right", compute=looks), layer).compare().passed
     for ids, _ in seen:
@@ -184,11 +172,7 @@ def test_last_tokens_have_an_expert_on_this_rank() -> None:
 @pytest.mark.parametrize("ranks", [4, 8, 16])
 def test_a_rank_with_few_experts_is_checked_with_the_layers_top_k(ranks: int) -> None:
     """A kernel may have a variant for each number of slots, and where data is parallel no other check runs it."""
-
-    def wrong(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
-        forward(tensors, layer, out, x, weights, ids, *more)
-        out.mul_(1.5 if ids.shape[1] == 8 else 1.0)
-
+    wrong = then(lambda call: call.out.mul_(1.5 if call.ids.shape[1] == 8 else 1.0))
     for parallel in (Parallel(ep=ranks), Parallel(ep=ranks, dp=ranks)):
         layer = dataclasses.replace(layer_of(8, ranks), parallel=parallel)
         assert check(Faulty("right"), layer, loaded(layer)).passed
