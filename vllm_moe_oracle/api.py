@@ -200,7 +200,7 @@ def scheme_functions(name: SchemeName) -> ModuleType:
 
 
 def layout_functions(name: str) -> ModuleType:
-    """A module of pure functions from canonical weights to a kernel's storage, each with its inverse.
+    """A module of pure functions from canonical weights to a kernel's storage.
 
     Args:
         name: e.g. ``wgmma_fragments``, ``mma_tiles``, ``scales``; the package `vllm_moe_oracle.layouts` has them.

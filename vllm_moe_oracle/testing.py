@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
@@ -54,7 +54,10 @@ _SIZES = ((256, 256), (320, 192))
 """Hidden and intermediate sizes: multiples of every tile, and multiples of 64 that most kernels must pad."""
 
 _SAMPLES = 3
-"""Elements of each canonical tensor whose influence is tested; one where the same layer with biases is tested, too."""
+"""Elements of each canonical tensor whose influence is tested."""
+
+_ORDERS = ("order", "group_index")
+"""Tensors of the order of columns, which are no numbers of weights."""
 
 
 def _schemes(name: SchemeName) -> list[Scheme]:
@@ -334,33 +337,143 @@ def test_backends_that_share_a_layout_convert_to_the_same_bits(name: str) -> Non
             assert _same(one, two), f"{layer}: {other.name} makes other bits"
 
 
+class BitTrace(NamedTuple):
+    """Where the bits of a conversion's input are in its output; `[elements, bits of an element]`, lowest bit first.
+
+    Attributes:
+        place: int64, the index among the bits of all output tensors, one tensor after the other; -1 for nowhere.
+        inverted: bool, the output has the bit's complement.
+        constant: bool, no input had another bit there: nothing is known of it.
+    """
+
+    place: Tensor
+    inverted: Tensor
+    constant: Tensor
+
+
+def trace_bits(
+    convert: Callable[[dict[str, Tensor]], Mapping[str, Tensor]], inputs: Sequence[dict[str, Tensor]]
+) -> dict[str, BitTrace]:
+    """Follows each bit through a conversion: its values in the inputs are those of its place in the outputs.
+
+    Nothing is assumed of the order. Bits that are computed from several others are found nowhere. Two bits that have
+    nothing to do with each other have the same values, or inverted ones, with a probability of 2 / 2**len(inputs).
+
+    Args:
+        convert: gets one of `inputs`, and returns tensors of the same names, shapes and dtypes each time.
+        inputs: 32 or 64 of them, with tensors of the same names, shapes and dtypes.
+
+    Returns:
+        Of each tensor of the input.
+    """
+    outputs = [convert(each) for each in inputs]
+    after = torch.cat([_values([run[key] for run in outputs]) for key in outputs[0]])
+    ordered, order = _but_for_inversion(after).sort()
+    found = {}
+    for key, tensor in inputs[0].items():
+        before = _values([run[key] for run in inputs])
+        wanted = _but_for_inversion(before)
+        index = torch.searchsorted(ordered, wanted).clamp(max=len(ordered) - 1)
+        constant = wanted == 0
+        place = torch.where((ordered[index] == wanted) & ~constant, order[index], -1)
+        parts = (place, ((before ^ after[place]) & 1).bool(), constant)
+        found[key] = BitTrace(*(each.view(-1, 8 * tensor.element_size()) for each in parts))
+    return found
+
+
+def _values(runs: Sequence[Tensor]) -> Tensor:
+    """Of each bit of a tensor its values in 32 or 64 runs, as the bits of a number."""
+    words = torch.stack([_bits(run) for run in runs], dim=-1).view(torch.int64)  # a word is one byte of eight runs
+    for shift, mask in ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0)):
+        # The eight bytes of a word are transposed as 8 x 8 bits, in blocks of 1, 2 and 4.
+        moved = (words ^ words >> shift) & mask
+        words = words ^ moved ^ moved << shift
+    values = words.view(torch.uint8).view(len(words), -1, 8).mT.contiguous()
+    return values.view({32: torch.int32, 64: torch.int64}[len(runs)]).flatten()
+
+
+def _but_for_inversion(values: Tensor) -> Tensor:
+    """The same number for a bit and for its complement."""
+    return values ^ -(values & 1)
+
+
+def random_inputs(layer: Problem, expert: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Inputs for `trace_bits`: the expert with random codes, scales, zero points and biases, none of them NaN."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(key: str, tensor: Tensor) -> Tensor:
+        part = key.partition("_")[2]
+        if part in _ORDERS:
+            return tensor
+        size = tensor.element_size()
+        most = {"zero_point": 1 << layer.scheme.bits, "scale": 255}.get(part, 256) if size == 1 else 256
+        shape = (*tensor.shape[:-1], tensor.shape[-1] * size)
+        found = torch.randint(most, shape, generator=generator, dtype=torch.uint8)
+        if layer.scheme.name == "mxfp8" and not part:
+            found = torch.where(found & 0x7F == 0x7F, found ^ 1, found)
+        values = found.view(tensor.dtype)
+        return values if size == 1 else torch.where(torch.isfinite(values), values, 1)
+
+    return [{key: drawn(key, tensor) for key, tensor in expert.items()} for _ in range(count)]
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_element_matters(name: str) -> None:
-    """A change of any weight, scale, zero point or bias changes the kernel's tensors: nothing is dropped."""
+    """Every weight, scale, zero point and bias is in the kernel's tensors: nothing is dropped.
+
+    `trace_bits` finds those whose bits are moved. Of the others some are changed one by one, which must change the
+    kernel's tensors.
+    """
     backend = default_registry()[name]
     generator = torch.Generator().manual_seed(0)
-    with_biases = any(layer.has_bias for layer, _ in _distinct(name))
+    traced = _each_value_once(name)
     for layer, device in _distinct(name):
-        # A layer with biases has all tensors of the same layer without.
-        samples = _SAMPLES if layer.has_bias or not with_biases else 1
         plan, expert = backend.plan(layer, device), _expert(layer)
-        converted = backend.convert(expert, layer, plan)
+
+        def convert(expert: dict[str, Tensor], layer: Problem = layer, plan: ShardPlan = plan) -> Mapping[str, Tensor]:
+            return backend.convert(expert, layer, plan)
+
+        converted = dict(convert(expert))
+        traces = trace_bits(convert, random_inputs(layer, expert, 32)) if layer in traced else {}
         for key, tensor in expert.items():
-            if key.endswith(("_order", "_group_index")):
+            if key.endswith(_ORDERS):
                 continue
-            for _ in range(samples):
-                index = int(torch.randint(tensor.numel(), (), generator=generator))
-                changed = _changed(layer, key, tensor, index)
+            width = 8 * tensor.element_size()
+            bits = _least_found(traces[key]) if traces else torch.arange(width * tensor.numel())
+            chosen = torch.randint(max(len(bits), 1), (_SAMPLES,), generator=generator)
+            for index, bit in (divmod(int(bits[each]), width) for each in chosen if len(bits)):
+                changed = _changed(layer, key, tensor, index, bit)
                 if changed is not None:
-                    other = backend.convert({**expert, key: changed}, layer, plan)
-                    assert not _same(converted, other), f"{layer}: element {index} of {key} is lost"
+                    other = dict(convert({**expert, key: changed}))
+                    assert not _same(converted, other), f"{layer}: bit {bit} of element {index} of {key} is lost"
 
 
-def _changed(layer: Problem, key: str, tensor: Tensor, index: int) -> Tensor | None:
-    """The tensor with one element changed so that the layer computes something else; None for weights that are 0."""
+def _each_value_once(name: str) -> list[Problem]:
+    """Layers of `_distinct` that together have every scheme, activation and size, and biases if any layer has them."""
+    rest = {layer: {layer.scheme, layer.activation, layer.hidden_size, layer.has_bias} for layer, _ in _distinct(name)}
+    found: list[Problem] = []
+    while any(rest.values()):
+        found.append(max(rest, key=lambda layer: len(rest[layer])))
+        seen = rest[found[-1]].copy()
+        for values in rest.values():
+            values -= seen
+    return found
+
+
+def _least_found(trace: BitTrace) -> Tensor:
+    """int64, indices of the bits that are nowhere, of the elements that have most of them."""
+    nowhere = (trace.place < 0) & ~trace.constant
+    counts = nowhere.sum(1, keepdim=True)
+    return (nowhere & (counts == counts.max())).flatten().nonzero().flatten()
+
+
+def _changed(layer: Problem, key: str, tensor: Tensor, index: int, bit: int) -> Tensor | None:
+    """The tensor with the element of one bit changed so that the layer computes something else; None for a weight that
+    is 0."""
     changed = tensor.clone()
     part = key.partition("_")[2]
     flat = changed.view(-1).view(torch.uint8) if tensor.element_size() == 1 else changed.view(-1)
+    first = bit // layer.scheme.bits * layer.scheme.bits  # of the code; two of 4 bits share a byte
     if part == "scale":
         flat[index] = flat[index] + 1 if tensor.element_size() == 1 else flat[index] * 2
     elif part == "zero_point":
@@ -368,12 +481,12 @@ def _changed(layer: Problem, key: str, tensor: Tensor, index: int) -> Tensor | N
     elif part == "bias":
         flat[index] += 1
     elif layer.scheme.name == "wna16":
-        flat[index] ^= 1
+        flat[index] ^= 1 << first
     else:
-        sign, magnitude = (0x80, 0x7F) if layer.scheme.name == "mxfp8" else (0x08, 0x07)
-        if not int(flat[index]) & magnitude:
+        sign = 1 << layer.scheme.bits - 1
+        if not int(flat[index]) >> first & sign - 1:
             return None
-        flat[index] ^= sign
+        flat[index] ^= sign << first
     return changed
 
 

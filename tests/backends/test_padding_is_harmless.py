@@ -4,22 +4,30 @@ a layer's own are zeros, rows beyond are dropped. That kernels do so is tested o
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
+from tests.lib.bit_moves import undone
 from tests.lib.cases import GPT_OSS, MXFP8, RELU2, SILU, problem
 from tests.lib.padding_checks import MATRICES, Cut, Dirty
+from tests.lib.stock_rules import GPT_OSS as ALTERNATING
 from tests.lib.stock_rules import gpu
 from vllm_moe_oracle import schemes
+from vllm_moe_oracle.core.decision import ShardPlan
 from vllm_moe_oracle.core.problem import Problem, Routing, Scheme
 from vllm_moe_oracle.core.sharding import loaded_group_size
 from vllm_moe_oracle.kernels.weights import code_bits, unpack_expert
-from vllm_moe_oracle.layouts import mma_tiles, scales, wgmma_fragments
+from vllm_moe_oracle.layouts import scales, wgmma_fragments
+from vllm_moe_oracle.layouts.gate_up import interleave_gate_up
+from vllm_moe_oracle.layouts.mma_tiles import pack_nibbles, pack_tiles
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.schemes import mxfp4, mxfp8, wna16
 
+Matrix = tuple[torch.Tensor, Any]
+"""Float64 `[N, K]` and a bias, if there is one."""
 HOPPER = gpu(90)
 OLD = dataclasses.replace(HOPPER, packages=HOPPER.packages | {"humming-kernels": "0.1.10"})
 MXFP4 = Scheme("mxfp4", 4, 32, "mxfp4")
@@ -42,6 +50,8 @@ LAYERS = {
     "mxfp8_relu2": problem(**SMALL, scheme=MXFP8, activation=RELU2),
     "mxfp4": problem(**SMALL, scheme=MXFP4, activation=SILU),
     "mxfp4_oai": problem(**SMALL, scheme=MXFP4, activation=GPT_OSS, has_bias=True),
+    "mxfp4_alternating": problem(**SMALL, scheme=MXFP4, activation=ALTERNATING, has_bias=True),
+    "int8_float16": problem(**SMALL, scheme=integers(8, 32), activation=SILU, dtype="float16"),
 }
 
 
@@ -73,23 +83,32 @@ def dequantized(each: Problem, codes: Any, scale: Any, zeros: Any = None) -> tor
     return mxfp8.dequantize(codes.view(torch.float8_e4m3fn), scale).double()
 
 
-def in_humming(each: Problem, converted: dict[str, torch.Tensor], which: str) -> tuple[torch.Tensor, Any]:
-    """A matrix as large as the kernel's, and its bias."""
-    raw, bits = converted[which], each.scheme.bits
-    kept = converted.get(f"{which}_zero_point")
-    zeros = None if kept is None else scales.unpack_zero_points(kept, bits, marlin=False)
-    codes = mma_tiles.unpack_nibbles(raw) if bits == 4 else mma_tiles.unpack_tiles(raw)
+def in_humming(each: Problem, plan: ShardPlan, converted: dict[str, torch.Tensor], which: str) -> Matrix:
+    """A matrix as large as the kernel's, and its bias, by what the library reads: that is said here a second time,
+    apart from the conversion."""
+    raw, bits, scale = converted[which], each.scheme.bits, converted[f"{which}_scale"]
+    rows, groups = 2 * raw.shape[1] // bits, len(scale)
+    pack, order = (pack_nibbles if bits == 4 else pack_tiles), plan.layout or "interleaved"
+    codes, zeros = undone(pack, raw, (rows, 2 * bits * len(raw)), order=order), None
+    if each.scheme.zero_points:
+        kept = converted[f"{which}_zero_point"]
+        zeros = undone(scales.pack_zero_points, kept, (rows, groups), most=1 << bits, bits=bits, marlin=False)
     if each.scheme.name == "wna16":
-        if bits == 8:
-            codes = mma_tiles.codes_from_distances(codes, zeros)
-        scale = scales.unpermute_scales(converted[f"{which}_scale"], on_accumulators=loaded_group_size(each) == -1)
+        if bits == 8 and each.dtype == "bfloat16":
+            # Distances from the zero point: 0, 1, ... from it up, 255, 254, ... below it.
+            middle = 128 if zeros is None else zeros.repeat_interleave(codes.shape[1] // groups, 1)
+            codes = torch.where(codes <= 255 - middle, codes + middle, 255 - codes)
+        alone = loaded_group_size(each) == -1
+        scale = undone(scales.permute_scales, scale, (rows, groups), scale.dtype, on_accumulators=alone)
     else:
-        scale = scales.unpermute_group_scales(converted[f"{which}_scale"].view(torch.uint8))
+        scale = undone(scales.permute_group_scales, scale, (rows, groups))
     bias = converted.get(f"{which}_bias")
-    return dequantized(each, codes, scale, zeros), None if bias is None else scales.unpermute_bias(bias).double()
+    if bias is not None:
+        bias = undone(scales.permute_bias, bias, bias.shape, bias.dtype).double()
+    return dequantized(each, codes, scale, zeros), bias
 
 
-def in_own(each: Problem, converted: dict[str, torch.Tensor], which: str) -> tuple[torch.Tensor, Any]:
+def in_own(each: Problem, plan: ShardPlan, converted: dict[str, torch.Tensor], which: str) -> Matrix:
     """A matrix of a layer's own rows, and as many columns as codes are stored of, and its bias."""
     backend: Any = default_registry()[f"hopper_{each.scheme.name}"]
     stored = backend._stored(
@@ -104,7 +123,9 @@ def in_own(each: Problem, converted: dict[str, torch.Tensor], which: str) -> tup
         # As kernels read them: a row's largest scale is stored as 254, and what is beyond is as it stands.
         largest = torch.full((matrix.rows,), 254, dtype=torch.uint8)
         exponents = wgmma_fragments.unshuffle_mx_scales(matrix.scales[0], largest, matrix.rows, wide).double() - 254
-        powers = torch.exp2(exponents) * matrix.row_scale[0, : matrix.rows, None].double()
+        # A code is read as its value times 2**-126 (e2m1) or 2**-120 (e4m3), and 254 as 2**127.
+        excess = {"mxfp4": 1, "mxfp8": 7}[each.scheme.name]
+        powers = torch.exp2(exponents + excess) * matrix.row_scale[0, : matrix.rows, None].double()
         if which == "w13" and each.activation.gated:
             powers = wgmma_fragments.unpair_gate_up(powers)
         found = dequantized(each, codes, torch.full_like(scale, 127)) * powers.repeat_interleave(32, 1)
@@ -120,7 +141,7 @@ def in_own(each: Problem, converted: dict[str, torch.Tensor], which: str) -> tup
     return found, None if bias is None else bias.double()
 
 
-def output(each: Problem, matrices: dict[str, tuple[torch.Tensor, Any]], beyond: float = 0.0) -> torch.Tensor:
+def output(each: Problem, matrices: dict[str, Matrix], beyond: float = 0.0) -> torch.Tensor:
     """Both products with the activation between them; `beyond`: what inputs hold in columns that are not the layer's.
 
     Rows that are not its own are dropped after each.
@@ -144,12 +165,25 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+def own_weights(kind: str, each: Problem, one: dict[str, torch.Tensor]) -> dict[str, Matrix]:
+    """Both matrices of a layer and their biases; for vLLM's kernels with rows that alternate, where the model's do."""
+    found: dict[str, Matrix] = {}
+    for which in MATRICES:
+        weights = dequantized(each, one[which], one[f"{which}_scale"], one.get(f"{which}_zero_point"))
+        bias = one[f"{which}_bias"].double() if each.has_bias else None
+        if each.activation.interleaved and which == "w13" and kind == "humming":
+            weights, bias = (None if part is None else interleave_gate_up(part) for part in (weights, bias))
+        found[which] = weights, bias
+    return found
+
+
 def backend_of(kind: str, name: str) -> Any:
     return default_registry()[f"{kind}_{name.partition('_')[0].replace('int4', 'wna16').replace('int8', 'wna16')}"]
 
 
-def stored_by(kind: str, each: Problem, converted: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, Any]]:
-    return {which: (in_humming if kind == "humming" else in_own)(each, converted, which) for which in MATRICES}
+def stored_by(kind: str, each: Problem, plan: ShardPlan, converted: dict[str, torch.Tensor]) -> dict[str, Matrix]:
+    read = in_humming if kind == "humming" else in_own
+    return {which: read(each, plan, converted, which) for which in MATRICES}
 
 
 @pytest.mark.parametrize("kind", ["humming", "hopper"])
@@ -158,13 +192,13 @@ def test_garbage_in_the_padding_meets_zeros_or_is_dropped(kind: str, name: str) 
     each, backend = LAYERS[name], backend_of(kind, name)
     plan, one = backend.plan(each, HOPPER), expert(LAYERS[name])
     dirty = Dirty(backend)
-    clean, found = (stored_by(kind, each, tried.convert(one, each, plan)) for tried in (backend, dirty))
+    clean, found = (stored_by(kind, each, plan, tried.convert(one, each, plan)) for tried in (backend, dirty))
     assert dirty.filled
     expected = output(each, clean)
     # Zeros times anything finite are zeros: no rounding is different.
     assert torch.equal(output(each, found), expected)
     for cut in (Cut(rows=16), Cut(columns=32)):
-        wrong = output(each, stored_by(kind, each, Dirty(backend, cut).convert(one, each, plan)))
+        wrong = output(each, stored_by(kind, each, plan, Dirty(backend, cut).convert(one, each, plan)))
         assert not distance(wrong, expected) <= 2.0**-4, cut  # NaN is none
     read = found["w2"][0].shape[1] > each.intermediate_size
     if read and not (kind == "hopper" and each.scheme.name == "wna16" and each.scheme.group_size != -1):
@@ -175,7 +209,7 @@ def test_garbage_in_the_padding_meets_zeros_or_is_dropped(kind: str, name: str) 
 @pytest.mark.parametrize("kind", ["humming", "hopper"])
 @pytest.mark.parametrize("name", list(LAYERS))
 def test_garbage_lies_in_the_padding_alone(kind: str, name: str) -> None:
-    """What a clean conversion and a dirty one have of the layer's own rows and columns is the same."""
+    """What a clean conversion and a dirty one have of the layer's own rows and columns are the layer's weights."""
     each, backend = LAYERS[name], backend_of(kind, name)
     for machine in (HOPPER, OLD)[: 2 if kind == "humming" else 1]:
         plan = backend.plan(each, machine)
@@ -188,17 +222,11 @@ def test_garbage_lies_in_the_padding_alone(kind: str, name: str) -> None:
             same = found[own].contiguous().view(torch.uint8) == tensor.contiguous().view(torch.uint8)
             changed += int((~same).sum())
         assert changed
-        if machine is OLD:
-            continue  # its codes have another order; the same conversion has put them into it
-        parts = stored_by(kind, each, clean), stored_by(kind, each, found)
-        for which in MATRICES:
-            rows, columns = (each.w13_rows, each.hidden_size) if which == "w13" else (
-                each.hidden_size, each.intermediate_size
-            )  # fmt: skip
-            first, second = (part[which] for part in parts)
-            assert torch.equal(first[0][:rows, :columns], second[0][:rows, :columns]), which
-            if first[1] is not None:
-                assert torch.equal(first[1][:rows], second[1][:rows]), which
+        for (which, (weights, bias)), made in itertools.product(own_weights(kind, each, one).items(), (clean, found)):
+            stored = stored_by(kind, each, plan, made)[which]
+            assert torch.equal(stored[0][: weights.shape[0], : weights.shape[1]], weights), which
+            assert (bias is None) == (stored[1] is None)
+            assert bias is None or torch.equal(stored[1][: len(bias)], bias), which
 
 
 def test_a_backend_with_undescribed_padding_is_not_taken_for_clean() -> None:

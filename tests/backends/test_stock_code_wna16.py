@@ -15,6 +15,7 @@ import numpy
 import pytest
 import torch
 
+from tests.lib.bit_moves import undone
 from tests.lib.cases import RELU2, SILU
 from tests.lib.releases import some_releases
 from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, load, tree
@@ -40,7 +41,7 @@ from tests.lib.stock_rules import (
 )
 from tests.lib.stock_rules import wna16_scheme as scheme
 from vllm_moe_oracle.core.problem import Problem
-from vllm_moe_oracle.layouts.mma_tiles import pack_nibbles, pack_tiles, unpack_nibbles
+from vllm_moe_oracle.layouts.mma_tiles import pack_nibbles, pack_tiles
 from vllm_moe_oracle.releases.supported import RELEASES
 from vllm_moe_oracle.schemes import wna16
 
@@ -268,7 +269,8 @@ def test_conversion_for_marlin_is_stocks(release: str, form: str) -> None:
 
 def _in_order(packed: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Codes of 4 bits by the input features' own order, `[E, N, K]`."""
-    codes = [wna16.unpack_codes(unpack_nibbles(each), 4) for each in packed]
+    shape = packed.shape[2] // 2, 8 * packed.shape[1]
+    codes = [wna16.unpack_codes(undone(pack_nibbles, each, shape), 4) for each in packed]
     return torch.stack([each[:, one.long().argsort()] for each, one in zip(codes, order, strict=True)])
 
 

@@ -11,20 +11,21 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lib.bit_moves import undone, undone_expert
 from tests.lib.cases import CPU, GPT_OSS, RELU2, SILU
-from tests.lib.inverses import restored
 from tests.lib.stock_rules import backend, expert, gpu, home, usual
 from tests.lib.stock_rules import wna16_scheme as scheme
 from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.core.problem import Activation, Device, Problem
 from vllm_moe_oracle.core.sharding import has_act_order
 from vllm_moe_oracle.errors import NoBackendError
-from vllm_moe_oracle.layouts import mma_tiles, scales
-from vllm_moe_oracle.layouts.padding import crop_rows
+from vllm_moe_oracle.layouts.mma_tiles import pack_nibbles
+from vllm_moe_oracle.layouts.scales import permute_group_scales
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.releases.supported import NEWEST
 from vllm_moe_oracle.schemes import wna16
 from vllm_moe_oracle.settings import Settings
+from vllm_moe_oracle.testing import random_inputs
 
 NAMES = (
     "marlin_wna16",
@@ -347,10 +348,12 @@ def test_garbage_in_padded_codes_and_zero_points_changes_nothing(name: str, each
     assert plan.intermediate_size > 96
     wide = dataclasses.replace(each, hidden_size=plan.hidden_size, intermediate_size=plan.intermediate_size)
     whole = dataclasses.replace(plan, hidden_size=wide.hidden_size, intermediate_size=wide.intermediate_size)
+    inputs = random_inputs(wide, expert(wide), 64)
     experts, padded = [], []
     for index in range(2):
         one = expert(each, index)
-        full = restored(name, backend(name).convert(one, each, plan), wide, whole)
+        made = backend(name).convert(one, each, plan)
+        full = undone_expert(lambda given: backend(name).convert(given, wide, whole), made, inputs)
         generator = torch.Generator().manual_seed(index)
         for key in ("w13", "w2", "w13_zero_point", "w2_zero_point"):
             if key not in full:
@@ -403,14 +406,15 @@ def test_marlin_receives_feature_order_and_groups(ranks: int) -> None:
     one = expert(layer)
     converted = backend("marlin_wna16").convert(one, layer, plan)
     for which, inner in (("w13", 128), ("w2", 96)):
-        codes = wna16.unpack_codes(mma_tiles.unpack_nibbles(converted[which]), 4).float() - 8
-        plain = scales.unpermute_scales(converted[f"{which}_scale"], on_accumulators=False)
+        words, ordered = converted[which], converted[f"{which}_scale"]
+        codes = wna16.unpack_codes(undone(pack_nibbles, words, (words.shape[1] // 2, 8 * len(words))), 4).float() - 8
+        plain = undone(permute_group_scales, ordered, ordered.shape[::-1], ordered.dtype)
         values = codes * plain.float()[:, converted[f"{which}_group_index"].long()]
         weights = torch.empty_like(values)
         weights[:, converted[f"{which}_order"].long()] = values
         rows = layer.intermediate_size if which == "w13" else layer.hidden_size
-        found = crop_rows(weights[:, :inner], rows, 2 if which == "w13" else 1)
-        assert torch.equal(found, wna16.dequantize_expert(one, which))
+        found = weights[:, :inner].unflatten(0, (2 if which == "w13" else 1, -1))[:, :rows]
+        assert torch.equal(found.flatten(0, 1), wna16.dequantize_expert(one, which))
 
 
 def test_numerics_in_words() -> None:

@@ -1,4 +1,4 @@
-"""Blocks of vLLM's operator for int4 experts on CPUs: every code comes back, and vLLM's own conversion agrees."""
+"""Blocks of vLLM's operator for int4 experts on CPUs: every code has a place, and vLLM's own conversion agrees."""
 
 from __future__ import annotations
 
@@ -6,28 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_moe_oracle.layouts.cpu_int4 import block_scales, pack_blocks, unblock_scales, unpack_blocks
+from tests.lib.bit_moves import keeps_every_bit
+from vllm_moe_oracle.layouts.cpu_int4 import block_scales, pack_blocks
 
 
-def codes(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+def codes(rows: int, columns: int) -> torch.Tensor:
     """Two a byte."""
-    return torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-@given(
-    blocks=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    columns=st.sampled_from((32, 64, 128)),
-    seed=st.integers(0, 2**31),
-)
-def test_every_code_comes_back(blocks: tuple[int, int], columns: int, seed: int) -> None:
-    original = codes(32 * blocks[0], columns * blocks[1], seed)
+@settings(max_examples=20)
+@given(blocks=st.tuples(st.integers(1, 4), st.integers(1, 4)), columns=st.sampled_from((32, 64, 128)))
+def test_every_code_has_a_place(blocks: tuple[int, int], columns: int) -> None:
+    original = codes(32 * blocks[0], columns * blocks[1])
     packed = pack_blocks(original, columns)
     assert packed.shape == (*blocks, 16 * columns + 128) and packed.is_contiguous()
-    assert torch.equal(unpack_blocks(packed), original)
-    assert torch.equal(unblock_scales(block_scales(original)), original)
+    assert keeps_every_bit(pack_blocks, original.shape, columns=columns)
+    assert keeps_every_bit(block_scales, original.shape)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

@@ -1,24 +1,25 @@
-"""Orders for vLLM's CPU kernel: everything comes back, and vLLM's own operators give the same bytes."""
+"""Orders for vLLM's CPU kernel: nothing is lost, and vLLM's own operators give the same bytes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_moe_oracle.layouts.cpu_mxfp4 import pack_row_pairs, unpack_row_pairs
+from tests.lib.bit_moves import keeps_every_bit
+from vllm_moe_oracle.layouts.cpu_mxfp4 import pack_row_pairs
 from vllm_moe_oracle.layouts.row_blocks import pack_row_blocks
 
 
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+def random(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-@given(blocks=st.integers(1, 9), columns=st.integers(1, 70), seed=st.integers(0, 2**31))
-def test_every_byte_comes_back(blocks: int, columns: int, seed: int) -> None:
-    original = random(32 * blocks, columns, seed=seed)
-    assert torch.equal(unpack_row_pairs(pack_row_pairs(original)), original)
+@settings(max_examples=20)
+@given(blocks=st.integers(1, 9), columns=st.integers(1, 70))
+def test_every_byte_has_a_place(blocks: int, columns: int) -> None:
+    assert keeps_every_bit(pack_row_pairs, (32 * blocks, columns))
 
 
 def test_a_byte_holds_a_column_of_two_rows() -> None:

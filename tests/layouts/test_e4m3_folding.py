@@ -42,7 +42,7 @@ def test_codes_under_one_scale_are_the_nearest_that_there_are(low: int, spread: 
     scales = torch.randint(low, min(low + spread, 254) + 1, (4, 3), generator=generator, dtype=torch.uint8)
     folded, factors, errors = e4m3_folding.fold_mxfp8(codes.view(torch.float8_e4m3fn), scales)
     exact = mxfp8(codes, scales)
-    found = e4m3_folding.unfold(folded, factors).double()
+    found = folded.double() * factors.double()[:, None]
     half = 2.0**-10 * factors.double()[:, None]
     assert ((found - exact).abs() <= half).all()
     normal = exact.abs() >= 2.0**-6 * factors.double()[:, None]

@@ -1,4 +1,4 @@
-"""Orders of 8-bit and 4-bit codes: every one comes back, and each lands where the fragment of `mma.m16n8k16` has it."""
+"""Orders of 8-bit and 4-bit codes: none is lost, and each lands where the fragment of `mma.m16n8k16` has it."""
 
 from __future__ import annotations
 
@@ -7,43 +7,31 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_moe_oracle.layouts.mma_tiles import (
-    LaneOrder,
-    codes_from_distances,
-    distances_from_zero_point,
-    pack_nibbles,
-    pack_tiles,
-    unpack_nibbles,
-    unpack_tiles,
-)
+from tests.lib.bit_moves import keeps_every_bit
+from vllm_moe_oracle.layouts.mma_tiles import LaneOrder, distances_from_zero_point, pack_nibbles, pack_tiles
 
 ORDERS: tuple[LaneOrder, ...] = ("interleaved", "transposed", "plain")
 
 
-def codes(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+def codes(rows: int, columns: int) -> torch.Tensor:
+    return torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-@given(
-    tiles=st.tuples(st.integers(1, 5), st.integers(1, 9)),
-    order=st.sampled_from(ORDERS),
-    seed=st.integers(0, 2**31),
-)
-def test_every_byte_comes_back(tiles: tuple[int, int], order: LaneOrder, seed: int) -> None:
-    original = codes(64 * tiles[0], 16 * tiles[1], seed)
+@settings(max_examples=20)
+@given(tiles=st.tuples(st.integers(1, 5), st.integers(1, 9)), order=st.sampled_from(ORDERS))
+def test_every_byte_has_a_place(tiles: tuple[int, int], order: LaneOrder) -> None:
+    original = codes(64 * tiles[0], 16 * tiles[1])
     packed = pack_tiles(original, order)
     assert packed.dtype == torch.int32 and packed.shape == (tiles[1], 256 * tiles[0]) and packed.is_contiguous()
-    assert torch.equal(unpack_tiles(packed, order=order), original)
+    assert keeps_every_bit(pack_tiles, original.shape, order=order)
 
 
-def test_every_value_of_a_byte_comes_back_in_its_own_type() -> None:
-    original = torch.arange(256, dtype=torch.uint8).repeat(64, 1).view(torch.float8_e4m3fn)
-    back = unpack_tiles(pack_tiles(original), torch.float8_e4m3fn)
-    assert back.dtype == original.dtype
-    assert torch.equal(back.view(torch.uint8), original.view(torch.uint8))
+def test_floats_are_ordered_as_their_bytes() -> None:
+    original = torch.arange(256, dtype=torch.uint8).repeat(64, 1)
+    assert torch.equal(pack_tiles(original.view(torch.float8_e4m3fn)), pack_tiles(original))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -83,16 +71,13 @@ def test_what_is_no_whole_tile_is_refused_with_both_numbers(shape: tuple[int, in
         pack_tiles(codes(*shape))
 
 
-@given(
-    tiles=st.tuples(st.integers(1, 5), st.integers(1, 9)),
-    order=st.sampled_from(("interleaved", "transposed")),
-    seed=st.integers(0, 2**31),
-)
-def test_every_nibble_comes_back(tiles: tuple[int, int], order: Any, seed: int) -> None:
-    original = codes(64 * tiles[0], 8 * tiles[1], seed)
+@settings(max_examples=20)
+@given(tiles=st.tuples(st.integers(1, 5), st.integers(1, 9)), order=st.sampled_from(("interleaved", "transposed")))
+def test_every_nibble_has_a_place(tiles: tuple[int, int], order: Any) -> None:
+    original = codes(64 * tiles[0], 8 * tiles[1])
     packed = pack_nibbles(original, order)
     assert packed.dtype == torch.int32 and packed.shape == (tiles[1], 128 * tiles[0]) and packed.is_contiguous()
-    assert torch.equal(unpack_nibbles(packed, order), original)
+    assert keeps_every_bit(pack_nibbles, original.shape, order=order)
 
 
 @pytest.mark.parametrize("order", ["interleaved", "transposed"])
@@ -134,14 +119,13 @@ def test_partial_tiles_of_nibbles_are_refused_with_both_numbers(shape: tuple[int
 def test_distances_are_taken_from_every_zero_point() -> None:
     """What the kernel ``weight_repack_nk`` says, for each code and each zero point."""
     original = torch.arange(256, dtype=torch.uint8).repeat(64, 1)
-    assert torch.equal(codes_from_distances(distances_from_zero_point(original)), original)
     for zero in range(256):
         zeros = torch.full((64, 4), zero, dtype=torch.uint8)
         found = distances_from_zero_point(original, zeros)
         numbers = original.to(torch.int32)
         expected = torch.where(numbers >= zero, numbers - zero, 255 - numbers)
         assert torch.equal(found.to(torch.int32), expected)
-        assert torch.equal(codes_from_distances(found, zeros), original)
+        assert sorted(found[0].tolist()) == list(range(256)), "one-to-one"
     assert torch.equal(
         distances_from_zero_point(original),
         distances_from_zero_point(original, torch.full((64, 1), 128, dtype=torch.uint8)),

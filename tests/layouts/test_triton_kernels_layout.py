@@ -1,4 +1,4 @@
-"""Orders for OpenAI's triton_kernels: everything comes back, and the library's own layouts give the same bytes."""
+"""Orders for OpenAI's triton_kernels: nothing is lost, and the library's own layouts give the same bytes."""
 
 from __future__ import annotations
 
@@ -7,41 +7,31 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.lib.bit_moves import keeps_every_bit
 from tests.lib.stock_code import load
 from tests.lib.stock_rules import every_release
 from vllm_moe_oracle.layouts.scales import swizzle_scales
-from vllm_moe_oracle.layouts.triton_kernels import (
-    swizzle_hopper_codes,
-    swizzle_hopper_scales,
-    unswizzle_hopper_codes,
-    unswizzle_hopper_scales,
-)
+from vllm_moe_oracle.layouts.triton_kernels import swizzle_hopper_codes, swizzle_hopper_scales
 from vllm_moe_oracle.releases.supported import NEWEST, RELEASES
 
 DETAILS = "vllm/third_party/triton_kernels/tensor_details/layout_details"
 SHAPES = [(16, 64), (64, 128), (200, 96), (2880, 736), (5760, 2880)]
 
 
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+def random(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-@given(rows=st.integers(1, 300), blocks=st.integers(1, 9), seed=st.integers(0, 2**31))
-def test_every_code_and_scale_comes_back(rows: int, blocks: int, seed: int) -> None:
-    codes, scales = random(rows, 16 * blocks, seed=seed), random(rows, blocks, seed=seed)
-    packed, ordered = swizzle_hopper_codes(codes), swizzle_hopper_scales(scales)
+@settings(max_examples=20)
+@given(rows=st.integers(1, 300), blocks=st.integers(1, 9))
+def test_every_code_and_scale_has_a_place(rows: int, blocks: int) -> None:
+    packed, ordered = swizzle_hopper_codes(random(rows, 16 * blocks)), swizzle_hopper_scales(random(rows, blocks))
     assert packed.dtype == ordered.dtype == torch.uint8 and packed.is_contiguous() and ordered.is_contiguous()
-    assert torch.equal(unswizzle_hopper_codes(packed, rows, 32 * blocks), codes)
-    assert torch.equal(unswizzle_hopper_scales(ordered, rows, blocks), scales)
-    assert torch.equal(unswizzle_hopper_scales(swizzle_hopper_scales(scales, 4), rows, blocks, 4), scales)
-
-
-def test_every_byte_of_a_code_comes_back() -> None:
-    codes = torch.arange(256, dtype=torch.uint8).repeat(16, 1)
-    assert torch.equal(unswizzle_hopper_codes(swizzle_hopper_codes(codes), 16, 512), codes)
+    assert keeps_every_bit(swizzle_hopper_codes, (rows, 16 * blocks))
+    assert all(keeps_every_bit(swizzle_hopper_scales, (rows, blocks), warps=warps) for warps in (4, 8))
 
 
 def test_shapes_are_learned_without_data() -> None:

@@ -215,7 +215,8 @@ def reduce(x, dim, mask, scale, y):
 import torch
 from dataclasses import dataclass
 from typing import Any
-from vllm_moe_oracle.layouts.triton_kernels import unswizzle_hopper_codes, unswizzle_hopper_scales
+from tests.lib.bit_moves import undone
+from vllm_moe_oracle.layouts.triton_kernels import swizzle_hopper_codes, swizzle_hopper_scales
 from vllm_moe_oracle.schemes import mxfp4
 
 UINT8, FP4 = "uint8", "fp4"
@@ -256,11 +257,13 @@ def dense(b, scale):
     assert (b.dtype, scale.dtype) == (FP4, UINT8) and b.storage.data.stride(-2) == 1 == scale.storage.data.stride(-2)
     warps = scale.storage.layout.num_warps
     assert b.storage.data.shape[1] % 256 == 0 and b.storage.data.shape[2] % 64 == 0
-    return [
-        mxfp4.dequantize(unswizzle_hopper_codes(codes.mT.contiguous(), rows, columns),
-                         unswizzle_hopper_scales(factors.mT.contiguous(), rows, columns // 32, warps), torch.float32).T
-        for codes, factors in zip(b.storage.data, scale.storage.data)
-    ]
+    found = []
+    for codes, factors in zip(b.storage.data.mT, scale.storage.data.mT):
+        wide = undone(swizzle_hopper_codes, codes, (4 * codes.shape[0], codes.shape[1] // 4))
+        factors = undone(swizzle_hopper_scales, factors, (32 * factors.shape[0], factors.shape[1] // 32), warps=warps)
+        own = wide[:rows, :columns // 2], factors[:rows, :columns // 32]
+        found.append(mxfp4.dequantize(*own, torch.float32).T)
+    return found
 """,
     "tensor_details/layout": """
 from dataclasses import dataclass

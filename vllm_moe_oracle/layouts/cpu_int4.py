@@ -1,4 +1,4 @@
-"""Orders 4-bit codes in blocks for vLLM's CPU operator for int4 experts, and back.
+"""Orders 4-bit codes in blocks for vLLM's CPU operator for int4 experts.
 
 A matrix `[N, K]` is cut into blocks of 32 rows x one group of columns, at most 128. A block is its codes, two per byte,
 followed by 32 int32: the sum of ``code - 8`` of each row, with which the operator corrects for unsigned codes. Bytes
@@ -43,16 +43,6 @@ def pack_blocks(codes: Tensor, columns: int) -> Tensor:
     return torch.cat((bytes_, sums.flatten(2).contiguous().view(torch.uint8)), dim=-1)
 
 
-def unpack_blocks(packed: Tensor) -> Tensor:
-    """Inverse of `pack_blocks`: uint8 `[N, K/2]`."""
-    blocks, across = packed.shape[:2]
-    codes = packed[..., : packed.shape[2] - 4 * BLOCK_ROWS]
-    columns = codes.shape[2] // 16
-    split = torch.stack((codes & 15, codes >> 4)).view(2, blocks, across, columns // 4, 2, 8, 4)
-    matrix = split.permute(1, 4, 0, 5, 2, 3, 6).reshape(32 * blocks, across * columns // 2, 2)
-    return matrix[..., 0] | matrix[..., 1] << 4
-
-
 def block_scales(scales: Tensor) -> Tensor:
     """Values per row and group, `[N, G]`, to `[N/32, G, 32]`; N a multiple of 32.
 
@@ -62,8 +52,3 @@ def block_scales(scales: Tensor) -> Tensor:
     if scales.shape[0] % BLOCK_ROWS:
         raise ValueError(f"the scales of {scales.shape[0]} rows are not a multiple of {BLOCK_ROWS} rows")
     return scales.reshape(-1, BLOCK_ROWS, scales.shape[1]).transpose(1, 2).contiguous()
-
-
-def unblock_scales(blocked: Tensor) -> Tensor:
-    """Inverse of `block_scales`."""
-    return blocked.transpose(1, 2).flatten(0, 1)

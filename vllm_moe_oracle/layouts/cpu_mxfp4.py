@@ -1,4 +1,4 @@
-"""Orders MXFP4 codes for vLLM's expert kernel on x86 CPUs, and back.
+"""Orders MXFP4 codes for vLLM's expert kernel on x86 CPUs.
 
 Rows are in blocks of 32. A vector instruction takes 16 rows x 2 columns: row ``32 a + 16 h + r``, column ``2 p + c``
 goes to block ``a``, pair ``p``, byte ``2 r + c``, in the low nibble for ``h`` = 0. Scales are in `row_blocks` of 32.
@@ -32,13 +32,6 @@ def pack_row_pairs(codes: Tensor) -> Tensor:
     first, second = codes.view(-1, 2, 16, codes.shape[1]).transpose(2, 3).unbind(1)
     pairs = torch.stack(transpose_nibbles(first, second), dim=-1)
     return pairs.reshape(codes.shape)
-
-
-def unpack_row_pairs(packed: Tensor) -> Tensor:
-    """Inverse of `pack_row_pairs`."""
-    even, odd = packed.reshape(-1, packed.shape[1], 16, 2).unbind(-1)
-    halves = torch.stack(transpose_nibbles(even, odd), dim=1)
-    return halves.transpose(2, 3).reshape(packed.shape)
 
 
 def _require_blocks(rows: int) -> None:

@@ -1,4 +1,4 @@
-"""Orders 4-bit floats and their scales for CUTLASS's mixed-input GEMM on Hopper, as FlashInfer packages it, and back.
+"""Orders 4-bit floats and their scales for CUTLASS's mixed-input GEMM on Hopper, as FlashInfer packages it.
 
 A warp of that GEMM converts 4-bit codes in registers right before a 16-bit `wgmma`. The codes of two rows that are 8
 apart are interleaved, so that one load gives a lane all of its codes (``interleaved``). From FlashInfer 0.6.18 the bits
@@ -70,20 +70,6 @@ def interleave_codes(codes: Tensor, version: LayoutVersion) -> Tensor:
     return _move_bits(words, _BIT_MOVES).view(torch.uint8)
 
 
-def deinterleave_codes(interleaved: Tensor, version: LayoutVersion) -> Tensor:
-    """Inverse of `interleave_codes`: uint8 `[N, K/2]`."""
-    rows, columns = interleaved.shape
-    if version == "interleaved":
-        low, high = interleaved.reshape(rows, columns // 2, 2).unbind(-1)
-        pairs = torch.stack(transpose_nibbles(low, high), dim=-1)
-    else:
-        back = tuple((target, count, first) for first, count, target in _BIT_MOVES)
-        pairs = _move_bits(interleaved.contiguous().view(torch.int32), back).view(torch.uint8)
-    sizes = (rows // TILE_ROWS, *_SPLIT_SIZES[:2], columns // TILE_BYTES, *_SPLIT_SIZES[2:])
-    split = pairs.reshape([sizes[each] for each in _WORD_PERMUTATION])
-    return split.permute([_WORD_PERMUTATION.index(each) for each in range(8)]).reshape(rows, columns)
-
-
 def interleave_scales(scales: Tensor, version: LayoutVersion) -> Tensor:
     """Orders a matrix's e8m0 scales, one per 32 columns, by blocks of 128 columns.
 
@@ -113,17 +99,6 @@ def interleave_scales(scales: Tensor, version: LayoutVersion) -> Tensor:
     return split.permute(0, 3, 2, 1, 4).reshape(
         rows // SCALE_ROWS, columns // SCALES_PER_BLOCK, TILE_ROWS, 4 * SCALES_PER_BLOCK
     )
-
-
-def deinterleave_scales(interleaved: Tensor, version: LayoutVersion) -> Tensor:
-    """Inverse of `interleave_scales`: uint8 `[N, K/32]`."""
-    if version == "interleaved":
-        blocks, width = interleaved.shape
-        split = interleaved.reshape(blocks, width // SCALES_PER_BLOCK, SCALES_PER_BLOCK)
-        return split.transpose(0, 1).reshape(width // SCALES_PER_BLOCK, blocks * SCALES_PER_BLOCK)
-    tiles, blocks = interleaved.shape[:2]
-    split = interleaved.reshape(tiles, blocks, TILE_ROWS, 4, SCALES_PER_BLOCK).permute(0, 3, 2, 1, 4)
-    return split.reshape(tiles * SCALE_ROWS, blocks * SCALES_PER_BLOCK)
 
 
 def _move_bits(words: Tensor, moves: tuple[tuple[int, int, int], ...]) -> Tensor:

@@ -68,11 +68,6 @@ def fold_mxfp8(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
     return folded, factors, errors
 
 
-def unfold(folded: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """The folded values, float32 `[N, K]`: inverse of `fold_mxfp8` up to the choice of block scales."""
-    return folded.to(torch.float32) * factors[:, None]
-
-
 def gated_row_order(rows: int, device: torch.device | None = None) -> torch.Tensor:
     """int64 `[rows]`: for each stored row of a gated w13, its canonical row; `rows` a multiple of 64.
 

@@ -1,4 +1,4 @@
-"""Orders 8-bit and 4-bit weight codes for kernels that feed 16-bit tensor cores from registers, and back.
+"""Orders 8-bit and 4-bit weight codes for kernels that feed 16-bit tensor cores from registers.
 
 Marlin and Humming store a matrix `[N, K]` in tiles of 16 columns (K) x 64 rows (N), 1024 codes each. Each of the 32
 lanes of a warp finds its fragments of the tile's four 16x16 operands of `mma.m16n8k16` (or of the `wgmma` operand with
@@ -62,25 +62,6 @@ def pack_tiles(codes: Tensor, order: LaneOrder = "interleaved") -> Tensor:
     return split.permute(*_LANE_DIMS, *_BYTE_DIMS[order]).reshape(columns // 16, rows * 16).view(torch.int32)
 
 
-def unpack_tiles(packed: Tensor, dtype: torch.dtype = torch.uint8, order: LaneOrder = "interleaved") -> Tensor:
-    """Inverse of `pack_tiles`.
-
-    Args:
-        packed: int32 `[K/16, 4 N]`.
-        dtype: one-byte dtype of the result.
-        order: the order that it was packed in.
-
-    Returns:
-        `[N, K]` of `dtype`.
-    """
-    tiles, words = packed.shape
-    sizes = (words // 256, 4, 2, 8, tiles, 2, 4, 2)
-    permutation = (*_LANE_DIMS, *_BYTE_DIMS[order])
-    split = packed.contiguous().view(torch.uint8).view([sizes[each] for each in permutation])
-    back = [permutation.index(each) for each in range(8)]
-    return split.permute(back).reshape(words // 4, tiles * 16).view(dtype)
-
-
 def pack_nibbles(codes: Tensor, order: Literal["interleaved", "transposed"] = "interleaved") -> Tensor:
     """Orders 4-bit codes for register-fed 16-bit tensor cores.
 
@@ -102,25 +83,6 @@ def pack_nibbles(codes: Tensor, order: Literal["interleaved", "transposed"] = "i
     return torch.stack(transpose_nibbles(first, second), dim=-2).reshape(columns // 16, rows * 8).view(torch.int32)
 
 
-def unpack_nibbles(packed: Tensor, order: Literal["interleaved", "transposed"] = "interleaved") -> Tensor:
-    """Inverse of `pack_nibbles`.
-
-    Args:
-        packed: int32 `[K/16, 2 N]`.
-        order: the order that it was packed in.
-
-    Returns:
-        uint8 `[N, K/2]`, low nibble first.
-    """
-    tiles, words = packed.shape
-    split = packed.contiguous().view(torch.uint8).view(tiles, words // 128, 8, 4, 4, 2, 2)
-    even, odd = split.unbind(-2)
-    pairs = torch.stack(transpose_nibbles(even, odd), dim=-1)
-    permutation = (*_LANE_DIMS, 1, *_PAIR_DIMS[order])
-    back = [permutation.index(each) for each in range(7)]
-    return pairs.permute(back).reshape(words // 2, tiles * 8)
-
-
 def distances_from_zero_point(codes: Tensor, zeros: Tensor | None = None) -> Tensor:
     """8-bit codes as distances from their zero point: 0, 1, ... from the zero point up, 255, 254, ... below it.
 
@@ -140,11 +102,3 @@ def distances_from_zero_point(codes: Tensor, zeros: Tensor | None = None) -> Ten
         return codes ^ torch.where(codes < 128, 255, 128).to(torch.uint8)
     middle = zeros.repeat_interleave(codes.shape[1] // zeros.shape[1], dim=1)
     return torch.where(codes >= middle, codes - middle, 255 - codes)
-
-
-def codes_from_distances(distances: Tensor, zeros: Tensor | None = None) -> Tensor:
-    """Inverse of `distances_from_zero_point`."""
-    if zeros is None:
-        return distances ^ torch.where(distances < 128, 128, 255).to(torch.uint8)
-    middle = zeros.repeat_interleave(distances.shape[1] // zeros.shape[1], dim=1)
-    return torch.where(distances <= 255 - middle, distances + middle, 255 - distances)

@@ -1,4 +1,4 @@
-"""Pads one expert's tensors to the sizes that a kernel takes, and crops them back.
+"""Pads one expert's tensors to the sizes that a kernel takes.
 
 Zero codes of float formats (e4m3, e2m1) are zero weights whatever the scale: padded rows produce zeros, and padded
 columns contribute nothing. A zero code of an integer format is not a zero weight (it is minus the zero point), so there
@@ -20,11 +20,6 @@ def pad_columns(tensor: Tensor, columns: int, value: int = 0) -> Tensor:
     return _pad(tensor, tensor.dim() - 1, columns, value)
 
 
-def crop_columns(tensor: Tensor, columns: int) -> Tensor:
-    """Inverse of `pad_columns`: the first `columns` of the last dimension."""
-    return tensor[..., :columns]
-
-
 def pad_rows(tensor: Tensor, rows: int, halves: int = 1, value: int = 0) -> Tensor:
     """Pads the first dimension, or each half of it, with `value`.
 
@@ -43,11 +38,6 @@ def pad_rows(tensor: Tensor, rows: int, halves: int = 1, value: int = 0) -> Tens
     if tensor.shape[0] == halves * rows:
         return tensor
     return _pad(_halves(tensor, halves), 1, rows, value).flatten(0, 1)
-
-
-def crop_rows(tensor: Tensor, rows: int, halves: int = 1) -> Tensor:
-    """Inverse of `pad_rows`: the first `rows` rows of each half, `[halves * rows, ...]`."""
-    return _halves(tensor, halves)[:, :rows].flatten(0, 1)
 
 
 def _halves(tensor: Tensor, halves: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Stores the rows of a matrix in blocks, one column of all rows of a block after the other, and back.
+"""Stores the rows of a matrix in blocks, one column of all rows of a block after the other.
 
 A vector instruction then loads one column of a block.
 
@@ -29,8 +29,3 @@ def pack_row_blocks(matrix: Tensor, rows: int) -> Tensor:
     if matrix.shape[0] % rows:
         raise ValueError(f"{matrix.shape[0]} rows are not a multiple of {rows} (remainder {matrix.shape[0] % rows})")
     return matrix.view(-1, rows, matrix.shape[1]).transpose(1, 2).reshape(matrix.shape)
-
-
-def unpack_row_blocks(packed: Tensor, rows: int) -> Tensor:
-    """Inverse of `pack_row_blocks`."""
-    return packed.view(-1, packed.shape[1], rows).transpose(1, 2).reshape(packed.shape)

@@ -1,4 +1,4 @@
-"""Orders scales, zero points and biases for Marlin, Humming, DeepGEMM and block-scaled tensor cores, and back.
+"""Orders scales, zero points and biases for Marlin, Humming, DeepGEMM and block-scaled tensor cores.
 
 Sources: vLLM's ``marlin_permute_scales``, ``marlin_permute_bias``, ``marlin_zero_points`` and
 ``mxfp8_marlin_process_scales``; the package humming-kernels, ``transform_humming_weight_scale`` and
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .nibbles import join_nibbles, split_nibbles
+from .nibbles import join_nibbles
 
 GROUP_ROWS = 64
 BIAS_ROWS = 32
@@ -36,13 +36,6 @@ def permute_group_scales(scales: Tensor) -> Tensor:
     return split.transpose(-1, -2).reshape(groups, rows).view(scales.dtype)
 
 
-def unpermute_group_scales(ordered: Tensor) -> Tensor:
-    """Inverse of `permute_group_scales`: `[N, G]`."""
-    groups, rows = ordered.shape
-    split = _as_bytes(ordered).reshape(groups, rows // GROUP_ROWS, 8, 8)
-    return split.transpose(-1, -2).reshape(groups, rows).T.contiguous().view(ordered.dtype)
-
-
 def permute_marlin_mx_scales(scales: Tensor) -> Tensor:
     """`permute_group_scales`, then the second and third of every four swapped: Marlin unpacks e8m0 codes in pairs.
 
@@ -53,11 +46,6 @@ def permute_marlin_mx_scales(scales: Tensor) -> Tensor:
         `[G, N]`.
     """
     return _swap_middle(permute_group_scales(scales))
-
-
-def unpermute_marlin_mx_scales(ordered: Tensor) -> Tensor:
-    """Inverse of `permute_marlin_mx_scales`: `[N, G]`."""
-    return unpermute_group_scales(_swap_middle(ordered))
 
 
 def permute_bias(bias: Tensor) -> Tensor:
@@ -75,11 +63,6 @@ def permute_bias(bias: Tensor) -> Tensor:
     if bias.shape[0] % BIAS_ROWS:
         raise ValueError(f"a bias of {bias.shape[0]} is not a multiple of {BIAS_ROWS}")
     return bias.reshape(-1, 4, 4, 2).transpose(1, 2).reshape(bias.shape)
-
-
-def unpermute_bias(ordered: Tensor) -> Tensor:
-    """Inverse of `permute_bias`: itself, because it swaps two dimensions of size 4."""
-    return permute_bias(ordered)
 
 
 def permute_scales(scales: Tensor, on_accumulators: bool) -> Tensor:
@@ -101,11 +84,6 @@ def permute_scales(scales: Tensor, on_accumulators: bool) -> Tensor:
     if on_accumulators and scales.shape[1] > 1:
         raise ValueError(f"accumulators over {scales.shape[1]} groups have no common scale")
     return permute_bias(scales[:, 0]).unsqueeze(0) if on_accumulators else permute_group_scales(scales)
-
-
-def unpermute_scales(ordered: Tensor, on_accumulators: bool) -> Tensor:
-    """Inverse of `permute_scales`: `[N, G]`."""
-    return unpermute_bias(ordered[0]).unsqueeze(1) if on_accumulators else unpermute_group_scales(ordered)
 
 
 def pack_zero_points(zeros: Tensor, bits: int, marlin: bool) -> Tensor:
@@ -132,16 +110,6 @@ def pack_zero_points(zeros: Tensor, bits: int, marlin: bool) -> Tensor:
     return ordered.contiguous().view(torch.int32)
 
 
-def unpack_zero_points(packed: Tensor, bits: int, marlin: bool) -> Tensor:
-    """Inverse of `pack_zero_points`: uint8 `[N, G]`."""
-    ordered = packed.contiguous().view(torch.uint8)
-    if bits == 4:
-        ordered = split_nibbles(ordered)
-    if marlin:
-        ordered = ordered.reshape(ordered.shape[0], -1, 2, 16 // bits).transpose(-1, -2).flatten(-3)
-    return unpermute_group_scales(ordered)
-
-
 def pack_adjacent_rows(codes: Tensor) -> Tensor:
     """Packs the 4-bit codes of neighboring rows into bytes, the even row in the low nibble.
 
@@ -152,11 +120,6 @@ def pack_adjacent_rows(codes: Tensor) -> Tensor:
         uint8 `[N/2, G]`.
     """
     return codes[::2] | codes[1::2] << 4
-
-
-def unpack_adjacent_rows(packed: Tensor) -> Tensor:
-    """Inverse of `pack_adjacent_rows`."""
-    return torch.stack((packed & 15, packed >> 4), dim=1).flatten(0, 1)
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:
@@ -178,13 +141,6 @@ def swizzle_scales(scales: Tensor) -> Tensor:
     return split.transpose(1, 3).reshape(rows, groups).view(scales.dtype)
 
 
-def unswizzle_scales(tiled: Tensor) -> Tensor:
-    """Inverse of `swizzle_scales`."""
-    rows, groups = tiled.shape
-    split = _as_bytes(tiled).reshape(rows // 128, groups // 4, 32, 4, 4)
-    return split.transpose(1, 3).reshape(rows, groups).view(tiled.dtype)
-
-
 def pack_ue8m0_scales(scales: Tensor) -> Tensor:
     """Packs four e8m0 scales of a row into a word, rows contiguous, as DeepGEMM reads them.
 
@@ -203,11 +159,6 @@ def pack_ue8m0_scales(scales: Tensor) -> Tensor:
         raise ValueError(f"the scales of {rows} rows are not a multiple of 4 rows")
     padded = torch.nn.functional.pad(scales, (0, -groups % 4))
     return padded.contiguous().view(torch.int32).T.contiguous()
-
-
-def unpack_ue8m0_scales(packed: Tensor, groups: int) -> Tensor:
-    """Inverse of `pack_ue8m0_scales`: uint8 `[N, groups]`."""
-    return packed.T.flatten().view(torch.uint8).view(packed.shape[1], -1)[:, :groups]
 
 
 def _swap_middle(codes: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Orders MXFP4 codes and scales for OpenAI's package triton_kernels on Hopper, and back.
+"""Orders MXFP4 codes and scales for OpenAI's package triton_kernels on Hopper.
 
 On Blackwell triton_kernels reads codes in rows, padded to 256 columns, and scales in the tiles of
 `scales.swizzle_scales`.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..core.sharding import round_up
 from .padding import pad_columns, pad_rows
-from .triton_kernels_bits import gather_bits, spread_bits
+from .triton_kernels_bits import spread_bits
 
 _ROWS, _BYTES = 16, 32
 _WARP_ROWS, _SCALE_GROUPS = 32, 4
@@ -42,13 +42,6 @@ def swizzle_hopper_codes(codes: Tensor) -> Tensor:
     return spread_bits(four).view(rows // 4, 4 * columns)
 
 
-def unswizzle_hopper_codes(packed: Tensor, rows: int, columns: int) -> Tensor:
-    """Inverse of `swizzle_hopper_codes`: uint8 `[rows, columns/2]`, low nibble first."""
-    blocks, padded = packed.shape[0] // 4, packed.shape[1] // 128
-    four = gather_bits(packed.reshape(-1, 4)).view(blocks, 4, padded, 2, 4, 4, 2, 2)
-    return four.permute(0, 7, 1, 3, 2, 5, 6, 4).reshape(blocks * 16, padded * 32)[:rows, : columns // 2]
-
-
 def swizzle_hopper_scales(scales: Tensor, warps: int = 8) -> Tensor:
     """Orders e8m0 scales, zero-padded to whole blocks of 32 rows a warp (256 for eight) x 4 groups.
 
@@ -67,9 +60,3 @@ def swizzle_hopper_scales(scales: Tensor, warps: int = 8) -> Tensor:
     rows, groups = padded.shape
     split = padded.view(rows // block, 2, warps, 2, 8, groups // 2, 2)
     return split.permute(0, 2, 5, 1, 4, 6, 3).reshape(rows // 32, groups * 32)
-
-
-def unswizzle_hopper_scales(ordered: Tensor, rows: int, groups: int, warps: int = 8) -> Tensor:
-    """Inverse of `swizzle_hopper_scales`: uint8 `[rows, groups]`."""
-    split = ordered.reshape(ordered.shape[0] // warps, warps, ordered.shape[1] // 64, 2, 8, 2, 2)
-    return split.permute(0, 3, 1, 6, 4, 2, 5).reshape(ordered.shape[0] * 32, -1)[:rows, :groups]

@@ -1,4 +1,4 @@
-"""Spreads the bits of e2m1 codes as triton_kernels does on Hopper, and back.
+"""Spreads the bits of e2m1 codes as triton_kernels does on Hopper.
 
 A mask and at most three shifts then decode codes to bfloat16. A word holds four bytes of two codes each, the low
 nibbles in its lower half and the high nibbles in its upper half. Within a half, the first three codes have their sign,
@@ -28,13 +28,6 @@ def spread_bits(four: Tensor) -> Tensor:
     return torch.stack([*halves, _low_byte(high), _high_byte(high)], dim=-1)
 
 
-def gather_bits(word: Tensor) -> Tensor:
-    """Inverse of `spread_bits`."""
-    lower, lower_high, upper, upper_high = word.unbind(-1)
-    pairs = zip(_codes(lower, lower_high), _codes(upper, upper_high), strict=True)
-    return torch.stack([low | (high << 4) for low, high in pairs], dim=-1)
-
-
 def _low_byte(codes: list[Tensor]) -> Tensor:
     return ((codes[0] & 3) << 6) | ((codes[1] & 7) << 3) | (codes[2] & 7)
 
@@ -45,11 +38,3 @@ def _high_byte(codes: list[Tensor]) -> Tensor:
     result |= ((second & 8) << 1) | ((third & 8) >> 2)
     result |= ((fourth & 8) << 3) | ((fourth & 6) << 1)
     return result | ((fourth & 1) << 5)
-
-
-def _codes(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    first = ((high >> 4) & 8) | ((high & 1) << 2) | (low >> 6)
-    second = ((high >> 1) & 8) | ((low >> 3) & 7)
-    third = ((high << 2) & 8) | (low & 7)
-    fourth = ((high >> 3) & 8) | ((high >> 1) & 6) | ((high >> 5) & 1)
-    return first, second, third, fourth

@@ -27,11 +27,6 @@ def shuffle_rows(matrix: Tensor) -> Tensor:
     return _transpose_blocks(matrix, 8, 4)
 
 
-def unshuffle_rows(shuffled: Tensor) -> Tensor:
-    """Inverse of `shuffle_rows`."""
-    return _transpose_blocks(shuffled, 4, 8)
-
-
 def _transpose_blocks(matrix: Tensor, outer: int, inner: int) -> Tensor:
     rows = matrix.shape[0]
     if rows % SHUFFLE_ROWS:
@@ -57,8 +52,3 @@ def to_block_layout(matrix: Tensor, width: int) -> Tensor:
     if columns % width:
         raise ValueError(f"{columns} columns are not a multiple of the block width {width}")
     return matrix.reshape(rows, columns // width, width).transpose(0, 1).contiguous()
-
-
-def from_block_layout(blocks: Tensor) -> Tensor:
-    """Inverse of `to_block_layout`."""
-    return blocks.transpose(0, 1).flatten(1)
