@@ -14,7 +14,7 @@ def test_a_variable_that_the_release_ignores_is_named_with_its_successor(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("VLLM_MXFP4_USE_MARLIN", "1")
-    logging.getLogger("vllm").propagate = True
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     assert ignored_env_vars.warn_ignored(NEWEST) == ["VLLM_MXFP4_USE_MARLIN"]
     assert f"VLLM_MXFP4_USE_MARLIN=1 has no effect on vLLM {NEWEST}" in caplog.text
     assert "--moe-backend marlin" in caplog.text
@@ -40,6 +40,6 @@ def test_an_ignored_variable_is_named_with_the_reason(
         assert ignored_env_vars.warn_ignored(NEWEST) == []
     value = "0" if "1" in rule.harmless_values else "fp8"
     monkeypatch.setenv(name, value)
-    logging.getLogger("vllm").propagate = True
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     assert ignored_env_vars.warn_ignored(NEWEST) == [name]
     assert f"{name}={value} has no effect on the experts that this plugin serves: {rule.explanation}" in caplog.text

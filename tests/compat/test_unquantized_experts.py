@@ -46,7 +46,7 @@ def test_unquantized_experts_beside_ours_get_vllms_own_choice(
     current: Any, asked: str, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "vllm.moe_oracle")
-    logging.getLogger("vllm").propagate = True
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.setattr(unquantized_experts, "get_current_vllm_config_or_none", lambda: current)
     choose = UnquantizedChoice(served_schemes())
     seen = []

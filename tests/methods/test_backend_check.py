@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,20 +38,13 @@ from vllm_moe_oracle.errors import (
     describe_traceback,
     is_out_of_memory,
 )
-from vllm_moe_oracle.methods import backend_check, load_caches, rank_sync
+from vllm_moe_oracle.methods import backend_check, rank_sync
 from vllm_moe_oracle.methods.rank_sync import RankGroup
 from vllm_moe_oracle.verification import inputs
 
 FAULTS_OF_CONVERSION = {name: RAISED[name] for name in ("error", "exit", "own signal")} | {
     name: (RETURNED[name], "returned what the contract does not allow") for name in ("none", "generator", "dict of one")
 }
-
-
-@pytest.fixture(autouse=True)
-def no_results_of_other_tests() -> Iterator[None]:
-    load_caches.end_load()
-    yield
-    load_caches.end_load()
 
 
 def test_the_next_candidate_is_taken_and_the_decision_says_why(caplog: pytest.LogCaptureFixture) -> None:

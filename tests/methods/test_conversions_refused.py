@@ -16,7 +16,6 @@ from tests.lib.faulty_backends import Faulty, second
 from tests.lib.method_layers import Layer, created, load_random, loader
 from vllm_moe_oracle.compat.layer_context import set_current_layer
 from vllm_moe_oracle.errors import CheckpointError
-from vllm_moe_oracle.methods import load_caches
 
 EXPERTS, SIZE = 4, 128
 Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -52,12 +51,10 @@ REFUSED: dict[str, tuple[Convert, str]] = {
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    load_caches.end_load()
     monkeypatch.setattr(method_layers, "HIDDEN", SIZE)
     monkeypatch.setattr(method_layers, "INNER", SIZE)
     with method_layers.moe_config({"self_check": "group"}, EXPERTS, SIZE, SIZE) as found:
         yield found
-    load_caches.end_load()
 
 
 def quantized_online(config: Any, layer: Layer) -> Any:

@@ -12,7 +12,6 @@ from tests.lib import method_layers
 from tests.lib.method_layers import HIDDEN, INNER, Layer, created, load
 from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.errors import CheckpointError
-from vllm_moe_oracle.methods import load_caches
 from vllm_moe_oracle.methods.base import PROCESSED_ATTRIBUTE
 
 EXPERTS = 9
@@ -22,7 +21,6 @@ EXPERTS = 9
 @pytest.fixture(params=["off", "group", "all", "strict"])
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Any]]:
     """A mode of the self-check, and vLLM's config of a layer in an engine with it."""
-    load_caches.end_load()
     method_layers.use_backends([Emulation()], monkeypatch)
     with method_layers.moe_config({"self_check": request.param}, EXPERTS, HIDDEN, INNER) as config:
         yield request.param, config

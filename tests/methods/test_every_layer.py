@@ -15,7 +15,6 @@ import torch
 
 from tests.lib import faulty_backends as lib
 from tests.lib import method_layers
-from tests.lib.cases import registry
 from tests.lib.faulty_backends import Faulty, Method
 from tests.lib.method_layers import HIDDEN, INNER, Layer, created, load_random
 from vllm_moe_oracle.backends.emulation import forward
@@ -93,7 +92,6 @@ class Ring(Faulty):
 @pytest.fixture(params=["group", "all", "off"])
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Loads layers of one kind until one fails; returns the mode of the check and how many went well."""
-    load_caches.end_load()
 
     def loads(backend: Any, count: int = 3) -> tuple[list[Any], int]:
         method_layers.use_backends([backend], monkeypatch)
@@ -115,7 +113,6 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         monkeypatch.setattr(method_layers, "HIDDEN", HIDDEN // 4)
         monkeypatch.setattr(method_layers, "INNER", INNER // 4)
         yield request.param, loads
-    load_caches.end_load()
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -180,7 +177,6 @@ class Converted:
 
 def test_a_layer_that_comes_again_begins_another_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was loaded in an earlier pass may be gone: its layers are not called after the first one of this."""
-    load_caches.end_load()
     monkeypatch.setattr(backend_check, "_converted_outcomes", {("kind", "one"): backend_check._PASSED})
     again: list[str] = []
     first, second = (Converted(name, again) for name in ("first", "second"))
@@ -257,18 +253,15 @@ def test_a_slow_kernel_is_named_while_it_runs(monkeypatch: pytest.MonkeyPatch) -
         assert named.wait(60)
         forward(tensors, layer, out, *more)
 
-    load_caches.end_load()
     monkeypatch.setattr(watchdog, "FIRST_SECONDS", 0.01)
     handler = Listens()
     watchdog.logger.addHandler(handler)
     before = threading.active_count()
     try:
         layer = lib.LAYERS["silu"]
-        backends = registry([Faulty("slow", compute=compiles)])
-        backend_check.check_or_fallback(Method.of(backends, layer), lib.weights(layer), registry=backends)
+        Method.over(Faulty("slow", compute=compiles)).check()
     finally:
         watchdog.logger.removeHandler(handler)
-        load_caches.end_load()
     assert threading.active_count() == before
     assert lines[0].startswith("moe_oracle: slow is being checked in ") and " for 0 s; " in lines[0]
     assert layer.layer in lines[0] or "8 experts" in lines[0]

@@ -25,7 +25,6 @@ EXPERTS = 24
 @pytest.fixture(params=["group", "all", "off"])
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Loads a layer with a backend, and reloads it; returns the modes of the check and how many loads went well."""
-    load_caches.end_load()
 
     def loads(backend: Any) -> int:
         method_layers.use_backends([backend], monkeypatch)
@@ -120,7 +119,6 @@ class KeepsScales(Faulty):
 
 def test_a_reload_converts_fresh_parameters_before_vllm_copies_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's reload by layer puts the converted values into the kernel's tensors only after the conversion."""
-    load_caches.end_load()
     with method_layers.moe_config({"self_check": "group"}, EXPERTS, HIDDEN // 4, INNER // 4) as config:
         monkeypatch.setattr(method_layers, "HIDDEN", HIDDEN // 4)
         monkeypatch.setattr(method_layers, "INNER", INNER // 4)

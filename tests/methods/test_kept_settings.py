@@ -22,7 +22,6 @@ from tests.lib.faulty_backends import Faulty
 from tests.lib.method_layers import Layer, created, load_random
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.errors import BackendDefect, SelfCheckError
-from vllm_moe_oracle.methods import load_caches
 from vllm_moe_oracle.oracle.checked_backend import METHODS
 from vllm_moe_oracle.verification import process_state
 
@@ -51,12 +50,10 @@ def sets(method: str, calls: list[str]) -> Any:
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    load_caches.end_load()
     monkeypatch.setattr(method_layers, "HIDDEN", 128)
     monkeypatch.setattr(method_layers, "INNER", 128)
     with method_layers.moe_config({"self_check": "group"}, EXPERTS, 128, 128) as found:
         yield found
-    load_caches.end_load()
 
 
 @pytest.mark.parametrize(("step", "method"), CASES)

@@ -17,9 +17,8 @@ LAYERS = [problem(), problem(tp=2)]
 
 
 @pytest.fixture(autouse=True)
-def _a_load_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "detect", lambda: H200)
-    load_caches.end_load()
 
 
 def test_one_warning_per_load_and_serving_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

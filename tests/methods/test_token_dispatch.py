@@ -73,7 +73,6 @@ def inside(
     load_caches.end_load()
     with moe_config(config, EXPERTS, HIDDEN, INNER) as made:
         yield made
-    load_caches.end_load()
 
 
 class Running(Layer):

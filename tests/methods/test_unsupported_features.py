@@ -87,7 +87,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.WARNING, "vllm.moe_oracle")
-    logging.getLogger("vllm").propagate = True
     return caplog
 
 
@@ -269,7 +268,6 @@ def chosen(environment: dict[str, str], objections: dict[str, str]) -> Any:
 
 def test_what_vllms_own_class_refuses_is_not_run_and_called_a_defect(caplog: pytest.LogCaptureFixture) -> None:
     first = chosen({}, {}).decision.backend
-    logging.getLogger("vllm").propagate = True
     method = chosen({}, {first: "kernel does not support Tuesdays"})
     backend_selection.consult_stock_class(method)
     assert method.backend.name == method.decision.backend != first

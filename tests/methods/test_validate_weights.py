@@ -11,7 +11,6 @@ from torch import Tensor
 from tests.lib.faulty_backends import LAYERS, Method, second, weights
 from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.errors import NoBackendError
-from vllm_moe_oracle.methods import load_caches
 
 LAYER = LAYERS["silu"]
 
@@ -26,11 +25,6 @@ class Choosy(Emulation):
 
     def validate_weights(self, expert: Any, problem: Any) -> str:
         return "the first scale is 1" if int(expert["w13_scale"][0, 0]) == 1 else ""
-
-
-@pytest.fixture(autouse=True)
-def _a_load_of_its_own() -> None:
-    load_caches.end_load()
 
 
 def bad_weights(expert: int = 3) -> dict[str, Tensor]:

@@ -20,7 +20,6 @@ from tests.lib.wna16_layers import contents_of, layer_of
 from vllm_moe_oracle import plugin
 from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.errors import CheckpointError, NoBackendError
-from vllm_moe_oracle.methods import load_summary
 from vllm_moe_oracle.schemes._wna16_checkpoint import rank_shard
 
 SIZES = {"experts": 3, "top_k": 2, "hidden_size": 64, "intermediate_size": 128}
@@ -108,10 +107,8 @@ def test_a_kernel_tensor_does_not_take_the_name_of_a_layers_attribute(monkeypatc
 
 @pytest.mark.parametrize(("factor", "told"), [(1.0, False), (2.0**-20, True)])
 def test_scales_that_the_models_dtype_changes_are_told_of_once(
-    factor: float, told: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    factor: float, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(load_summary, "_warned", set())
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     layer = dataclasses.replace(layer_of("gptq", **SIZES), dtype="float16")
     contents = contents_of(layer)
     files = contents.files()
@@ -135,10 +132,8 @@ def test_scales_that_the_models_dtype_changes_are_told_of_once(
     ],
 )  # fmt: skip
 def test_zero_points_that_no_symmetric_file_has_are_told_of_once(
-    packing: str, bits: int, word: int, odd: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    packing: str, bits: int, word: int, odd: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(load_summary, "_warned", set())
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     contents = contents_of(layer_of(packing, bits=bits, **SIZES))
     files = contents.files()
     name = "weight_zero_point" if packing.startswith("compressed") else "qzeros"
@@ -453,8 +448,6 @@ def test_biases_come_from_the_checkpoint(
     from safetensors.torch import save_file
 
     caplog.set_level(logging.WARNING, "vllm.moe_oracle")
-    logging.getLogger("vllm").propagate = True
-
     asked = layer_of(packing, bias=True, **SIZES)
     contents = contents_of(asked)
     names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}

@@ -89,7 +89,7 @@ def test_lora_never_gets_a_kernel_that_does_not_know_it(device: Device) -> None:
 def test_ignored_variables_of_vllm_are_named_once_with_a_substitute(
     variable: str, instead: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("vllm").propagate = True
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.setenv(variable, "1")
     assert ignored_env_vars.warn_ignored(NEWEST) == [variable]
     (record,) = [each for each in caplog.records if variable in each.getMessage()]
