@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import typer
 from ..errors import MeasurementError, SettingError
 from ..measurements.bench_records import CONDITIONS_LINE
 from ..settings import Settings, cache_dir, report_path
-from ..whole_files import open_pipe
+from ..untrusted import describe
+from ..whole_files import WRITE_REMEDY, open_pipe
 
 
 def why_unwritable(path: Path, appended: bool = False) -> str:
@@ -160,6 +162,19 @@ def why_unwritable_cache(settings: Settings) -> str:
         return why_unwritable_folder(cache_dir(settings))
     except SettingError as error:
         return str(error)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Says which file it is that cannot be written.
+
+    Raises:
+        MeasurementError: the code inside raised an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise MeasurementError(f"cannot be written: {describe(error)}", WRITE_REMEDY, str(path)) from error
 
 
 def make_folder(folder: Path) -> None:

@@ -23,7 +23,7 @@ from ...measurements.kernel_shape import KernelShape
 from ...oracle.registry import default_registry
 from ...report import page_data, plots
 from ...settings import Settings, set_batch_invariant
-from ...whole_files import WRITE_REMEDY, append_whole, replacing
+from ...whole_files import append_whole, replacing
 from .. import EXIT_INCOMPLETE, completion, layer_arguments, output
 from ..arguments import (
     Assignments,
@@ -44,7 +44,7 @@ from ..arguments import (
     output_option,
     seconds_option,
 )
-from ..writable import PICTURE, RECORDS, check_output, holds_data, is_standard_output
+from ..writable import PICTURE, RECORDS, check_output, holds_data, is_standard_output, writing
 
 if TYPE_CHECKING:
     from ...measuring.benchmarks import BenchOptions
@@ -286,12 +286,9 @@ def _write_record(line: bytes, path: Path | None, printed: bool) -> None:
     if printed:
         output.write(line.decode() + "\n")
         sys.stdout.flush()
-    if path is None:
-        return
-    try:
-        append_whole(path, (b"\n" if _ends_within_line(path) else b"") + line + b"\n")
-    except OSError as error:
-        raise MeasurementError(f"cannot be written: {error.strerror}", WRITE_REMEDY, str(path)) from error
+    if path is not None:
+        with writing(path):
+            append_whole(path, (b"\n" if _ends_within_line(path) else b"") + line + b"\n")
 
 
 def _ends_within_line(path: Path) -> bool:
@@ -315,12 +312,9 @@ def _check_plot_path(path: Path) -> None:
 
 def _plot(records: list[BenchRecord], path: Path, gpu: str) -> None:
     """Draws the speedups and times of all layers into a file."""
-    try:
-        panels = [page_data.panel_of_records(found, gpu) for found in _by_layer(records).values()]
-        with replacing(path) as partial:
-            plots.save_picture(panels, str(partial))
-    except OSError as error:
-        raise MeasurementError(f"cannot be written: {error.strerror}", WRITE_REMEDY, str(path)) from error
+    panels = [page_data.panel_of_records(found, gpu) for found in _by_layer(records).values()]
+    with writing(path), replacing(path) as partial:
+        plots.save_picture(panels, str(partial))
 
 
 def _by_layer(records: list[BenchRecord]) -> dict[str, list[BenchRecord]]:

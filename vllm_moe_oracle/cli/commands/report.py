@@ -16,11 +16,9 @@ from ...measurements.store import Store
 from ...report import html_report, page_data
 from ...report.page_data import ReportContent
 from ...settings import Settings, cache_dir, env_var
-from ...untrusted import describe
-from ...whole_files import WRITE_REMEDY, write_whole
-from .. import output
+from ...whole_files import write_whole
+from .. import output, writable
 from ..arguments import Assignments, command_settings, file_option, output_option
-from ..writable import PAGE, PICTURE, check_kind, check_output, is_standard_output, make_folder, why_unwritable_folder
 
 HELP = """\
 Make one page of what was measured and decided: times, speed-up over stock vLLM, choices and their reasons.
@@ -61,8 +59,8 @@ def command(
 ) -> None:
     """What `HELP` says."""
     _require_modules("matplotlib", "jinja2")
-    check_output(context, to, "--output", PAGE, files or ())
-    if svg is not None and (reason := why_unwritable_folder(svg)):
+    writable.check_output(context, to, "--output", writable.PAGE, files or ())
+    if svg is not None and (reason := writable.why_unwritable_folder(svg)):
         raise MeasurementError(f"{svg} cannot be made or written in: {reason}", "Name another folder", "--svg")
     chosen = command_settings(assignments)
     content = page_data.ReportContent()
@@ -76,19 +74,20 @@ def command(
         raise MeasurementError("there is nothing to report", remedy)
     with output.status_spinner(f"drawing plots of {len(content.panels)} layers"):
         page, plots = html_report.render(content, output.command_line())
-    for name in plots:
-        if svg is not None:
-            check_kind(svg / name, PICTURE, "--svg")
-    _write_file(to, page)
+    written = {to: page}
     if svg is not None:
-        make_folder(svg)
-        for name, text in plots.items():
-            _write_file(svg / name, text)
-    if not is_standard_output(to):
+        for name in plots:
+            writable.check_kind(svg / name, writable.PICTURE, "--svg")
+        writable.make_folder(svg)
+        written |= {svg / name: text for name, text in plots.items()}
+    for path, text in written.items():
+        with writable.writing(path):
+            write_whole(path, text.encode())
+    if not writable.is_standard_output(to):
         _print_figures(content)
     for note in filter(None, (content.about, *content.notes)):
         output.print_message("note", note)
-    if not is_standard_output(to):
+    if not writable.is_standard_output(to):
         output.show(f"written: {to}" + (f", and {len(plots)} plots in {svg}" if svg is not None else ""))
 
 
@@ -117,10 +116,3 @@ def _require_modules(*modules: str) -> None:
     if missing:
         rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
         raise MeasurementError(rule, "pip install 'vllm-moe-oracle[plot]'")
-
-
-def _write_file(path: Path, text: str) -> None:
-    try:
-        write_whole(path, text.encode())
-    except (OSError, ValueError) as error:
-        raise MeasurementError(f"cannot be written: {describe(error)}", WRITE_REMEDY, str(path)) from error
