@@ -250,6 +250,15 @@ def test_the_price_of_the_self_check_is_what_was_measured() -> None:
     assert len(rows) == 3 and all(row["passed"] and row["median_ms"] <= 150 for row in rows)
     for row in rows:
         assert f"| {row['least_ms']:.0f} ms, {row['median_ms']:.0f} ms | " in said
+    busy = json.loads(golden_files.newest("check-price-busy").read_text())
+    mxfp8, int4, gpt_oss = (f"{row['median_ms']:.0f}" for row in busy)
+    assert all(row["passed"] for row in busy) and f"medians of {mxfp8}, {int4} and {gpt_oss} ms" in " ".join(
+        said.split()
+    )
+    more = [
+        sum(new["operations"].values()) / sum(old["operations"].values()) for old, new in zip(rows, busy, strict=True)
+    ]
+    assert all(1.08 <= each <= 1.105 for each in more), more
 
 
 class Layer(torch.nn.Module):
