@@ -24,18 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e import run_generate
-from tests.e2e.run_generate import SMALL, answer, greedily, model_of, say
+from tests.e2e.run_generate import answer, greedily, model_of, say
 
 ORACLE = {"activations": "16bit"}
 
 
 def engine_arguments(job: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     """Arguments of an engine: those of tiny models, the feature's, the job's."""
-    config = {"moe_oracle": job.get("oracle", ORACLE)}
-    return {
-        "model": job["checkpoint"], "dtype": job.get("dtype", "float32"), "additional_config": config,
-        **SMALL | arguments | job.get("engine", {}),
-    }  # fmt: skip
+    return run_generate.engine_arguments({"dtype": "float32", "oracle": ORACLE} | job, **arguments)
 
 
 def engine(job: dict[str, Any], **arguments: Any) -> Any:

@@ -44,6 +44,13 @@ SMALL: dict[str, Any] = {
 """Arguments of vLLM's `LLM` for a tiny model that starts fast."""
 
 
+def engine_arguments(job: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Arguments of vLLM's `LLM`: those of tiny models, `more`, and the job's."""
+    config = {"moe_oracle": job.get("oracle", {})}
+    own = {"model": job["checkpoint"], "dtype": job["dtype"], "additional_config": config}
+    return {**own, **SMALL | more | job.get("engine", {})}
+
+
 def with_experts(**keywords: Any) -> None:
     """Gives the MoE layers of Qwen3-MoE models more keywords: biases and activations that this family does not have."""
     from vllm.model_executor.models import qwen3_moe
@@ -112,12 +119,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     parameters: dict[str, weakref.ref[Any]] = {}
     said: dict[str, Any] = {}
     try:
-        llm = LLM(
-            model=job["checkpoint"],
-            dtype=job["dtype"],
-            additional_config={"moe_oracle": job.get("oracle", {})},
-            **SMALL | {"enforce_eager": job.get("eager", True)} | job.get("engine", {}) | online_experts(job),
-        )
+        llm = LLM(**engine_arguments(job, enforce_eager=job.get("eager", True), **online_experts(job)))
         said |= say(llm, job["prompt"], job["tokens"])
         if "reload" in job:
             llm.collective_rpc("reload_weights", kwargs={"weights_path": job["reload"]})
@@ -158,7 +160,7 @@ def fork_ranks() -> None:
             module.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment]
 
 
-def main(run: Callable[[dict[str, Any]], dict[str, Any]] = run) -> None:
+def main(run: Callable[[dict[str, Any]], Any] = run) -> None:
     """Runs the jobs of the file that the first argument names; results go to the second's, after each job."""
     import vllm.entrypoints.llm  # noqa: F401
 

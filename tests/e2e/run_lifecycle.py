@@ -22,14 +22,11 @@ A result is a list with one object for each step: ``said`` (tokens and logprobs,
 from __future__ import annotations
 
 import gc
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.e2e import run_generate
 
 
@@ -40,13 +37,8 @@ class Served:
         from vllm import LLM
 
         self.job = job
-        self.llm: Any = LLM(
-            model=job["checkpoint"],
-            dtype="bfloat16",
-            additional_config={"moe_oracle": {"backend": job["backend"]}},
-            **run_generate.SMALL,
-            **job["engine"],
-        )
+        own = {"dtype": "bfloat16", "oracle": {"backend": job["backend"]}}
+        self.llm: Any = LLM(**run_generate.engine_arguments(job | own))
         self.model = run_generate.model_of(self.llm)
 
     def layers(self) -> dict[str, Any]:
@@ -138,14 +130,9 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     return results
 
 
-def main() -> None:
+if __name__ == "__main__":
     from tests.lib.fake_layout import Permuted
     from vllm_moe_oracle.oracle.registry import default_registry
 
     default_registry().add(Permuted(), "test")
-    jobs, results = map(Path, sys.argv[1:3])
-    results.write_text(json.dumps([run(job) for job in json.loads(jobs.read_text())]))
-
-
-if __name__ == "__main__":
-    main()
+    run_generate.main(run)

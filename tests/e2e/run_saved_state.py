@@ -10,35 +10,25 @@ the experts can be viewed flat; ``saved``: the experts' tensors in the files, ea
 from __future__ import annotations
 
 import gc
-import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.e2e import run_generate
-
-
-def served(checkpoint: str, job: dict[str, Any], oracle: dict[str, Any], **more: Any) -> Any:
-    """vLLM's engine of a checkpoint."""
-    from vllm import LLM
-
-    arguments = run_generate.SMALL | job.get("engine", {}) | more
-    return LLM(model=checkpoint, dtype=job["dtype"], additional_config={"moe_oracle": oracle}, **arguments)
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """One job; see the module."""
     import torch
     from safetensors.torch import load_file
+    from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.model_executor.model_loader import ShardedStateLoader
 
     found: dict[str, Any] = {}
     folder, llm = Path(job["folder"]), None
     try:
-        llm = served(job["checkpoint"], job, job["oracle"])
+        llm = LLM(**run_generate.engine_arguments(job))
         model = run_generate.model_of(llm)
         found["flat"] = all(
             each.is_contiguous() for name, each in model.named_parameters() if ".experts" in name and each.numel()
@@ -58,7 +48,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         llm = None
         gc.collect()
         cleanup_dist_env_and_memory()
-        llm = served(str(folder), job, job["oracle"], load_format="sharded_state")
+        llm = LLM(**run_generate.engine_arguments(job | {"checkpoint": str(folder)}, load_format="sharded_state"))
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}"
     finally:
@@ -69,5 +59,4 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    jobs = json.loads(Path(sys.argv[1]).read_text())
-    Path(sys.argv[2]).write_text(json.dumps([run(job) for job in jobs]))
+    run_generate.main(run)
