@@ -214,7 +214,6 @@ from ..releases import min_versions
 from ._contract import Tensors
 from ._stock import EXPERTS, UNPROVEN_EPLB, StockDifference, StockBackend
 from ._stock_rules import gpt_oss_activation_rule
-from .cpu_mxfp4 import CpuMxfp4
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -252,13 +251,33 @@ class CpuMxfp4Class(StockBackend):
     rules = (gpt_oss_activation_rule("CPUExpertsMxfp4"),)
 
     def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
-        """The tensors of `CpuMxfp4`, for the same operator."""
-        return CpuMxfp4().convert(expert, problem, plan)
+        """Rows that alternate gate and up, in blocks of 32: scales `[block, group, row]`; biases float32."""
+        import torch
+
+        converted = {}
+        for name, tensor in expert.items():
+            rows = tensor.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if name.startswith("w13") else tensor
+            if name.endswith("_bias"):
+                converted[name] = rows.to(torch.float32)
+            elif name.endswith("_scale"):
+                converted[name] = rows.unflatten(0, (-1, 32)).transpose(1, 2).reshape(rows.shape)
+            else:
+                converted[name] = _pairs(rows)
+        return converted
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """Rows r and 16 + r of every 32 share bytes, r in the low nibbles: `[block, pair of columns, r, column]`."""
+    import torch
+
+    first, second = codes.unflatten(0, (-1, 2, 16)).transpose(2, 3).unbind(1)
+    even, odd = (first & 15) | second << 4, first >> 4 | (second & 240)
+    return torch.stack((even, odd), dim=-1).reshape(codes.shape)
 
 
 BACKEND = CpuMxfp4Class()
 '''
-"""Over a class that no backend wraps: `cpu_mxfp4` calls the operator behind it."""
+"""Over a class that no backend wraps, with an order of weights of its own: `cpu_mxfp4` calls the operator behind it."""
 
 
 def _add_wrapper(tree: TreeCopy) -> None:
@@ -376,7 +395,7 @@ DRILLS: Mapping[str, Drill] = {
         generate=True,
     ),
     "wrapper": Drill(
-        "a wrapper of a stock class that nobody wraps: one file",
+        "a wrapper of a stock class that nobody wraps, with an order of weights of its own: one file",
         1,
         _add_wrapper,
         {
@@ -398,6 +417,10 @@ DRILLS: Mapping[str, Drill] = {
             ),
             "its priority is taken": edit(_WRAPPER, "static_priority = 85.0", "static_priority = 80.0"),
             "its numerics are not declared": edit(_WRAPPER, "    arithmetic = ", "    arithmetics = "),
+            "the last row is lost": edit(
+                _WRAPPER, "_pairs(rows)", "_pairs(torch.nn.functional.pad(rows[:-1], (0, 0, 0, 1)))"
+            ),
+            "the signs of half of the codes are lost": edit(_WRAPPER, "codes.unflatten", "(codes & 127).unflatten"),
         },
         (
             "tests/backends/test_stock_rules.py -k 'cpu_mxfp4_class or wrapped'",
