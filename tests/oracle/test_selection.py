@@ -109,10 +109,6 @@ def test_a_mixed_checkpoint_gets_its_backends_per_layer() -> None:
         assert (decision.backend, decision.why) == (("mx", "override") if index < 10 else ("int", "static"))
 
 
-def test_vllms_names_select_our_backends() -> None:
-    assert decide(problem(), H200, settings(), moe_backend="slow_in_vllm", registry=THREE).backend == "slow"
-
-
 def test_a_shared_vllm_name_selects_the_first_backend_that_can_run() -> None:
     assert decide(problem(), H200, settings(), moe_backend="shared", registry=THREE).backend == "slow"
     chosen = settings(disable="slow")

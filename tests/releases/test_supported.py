@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import itertools
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -166,14 +165,7 @@ def test_support_says_what_was_verified() -> None:
     assert str(unlisted) == f"vLLM 0.32.9: not tested itself; same adapter as 0.31.0 to {NEWEST}"
 
 
-def test_the_command_prints_the_table() -> None:
-    def printed(*arguments: str) -> str:
-        command = [sys.executable, "-m", "vllm_moe_oracle.compat", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-
-    assert printed() == support_table() + "\n"
-    assert printed("--releases") == '["' + '", "'.join(RELEASES) + '"]\n'
-    assert printed("--cpu") == '["' + '", "'.join(CPU_RELEASES) + '"]\n'
+def test_the_table_has_every_release() -> None:
     for release in RELEASES:
         assert f"| {release} | yes | yes |" in support_table()
 

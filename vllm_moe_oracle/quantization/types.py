@@ -115,18 +115,6 @@ Parser = Callable[[Mapping[str, Any], str], FormatLookup]
 """Parses a quantization config. Arguments: the config, and its file and field for messages."""
 
 
-def _no_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
-    return ()
-
-
-def _no_refusal(config: Mapping[str, Any], where: str) -> str:
-    return ""
-
-
-def _same_name(config: Mapping[str, Any], method: str) -> str:
-    return method
-
-
 @dataclass(frozen=True, slots=True)
 class QuantConfigFormat:
     """One family of quantization configs. A module of this package declares its own as `FORMAT`.
@@ -145,10 +133,10 @@ class QuantConfigFormat:
     """
 
     parsers: Mapping[str, Parser]
-    notes: Callable[[Mapping[str, Any], str], Iterable[str]] = _no_notes
-    vllm_method: Callable[[Mapping[str, Any], str], str] = _same_name
+    notes: Callable[[Mapping[str, Any], str], Iterable[str]] = lambda config, where: ()
+    vllm_method: Callable[[Mapping[str, Any], str], str] = lambda config, method: method
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    refused_linear: Callable[[Mapping[str, Any], str], str] = _no_refusal
+    refused_linear: Callable[[Mapping[str, Any], str], str] = lambda config, where: ""
     module_list: str = ""
     expert_biases: bool = False
 
