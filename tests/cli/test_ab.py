@@ -448,22 +448,18 @@ def test_with_vllm_itself(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(served_benchmark, "bench_command", measured)
     for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1")):
         monkeypatch.setenv(name, value)
-    load = (
-        "--turns",
-        1,
-        "--no-first-starts",
-        "--prompts",
-        4,
-        "--input-len",
-        8,
-        "--output-len",
-        4,
-        "--concurrency",
-        "2,1",
-        "--logs",
-        tmp_path,
+    options = {
+        "--turns": 1,
+        "--prompts": 4,
+        "--input-len": 8,
+        "--output-len": 4,
+        "--concurrency": "2,1",
+        "--logs": tmp_path,
+    }
+    load = [word for option in options.items() for word in option]
+    result = run(
+        "ab", tmp_path, *load, "--no-first-starts", "--json", "--", "--max-model-len", "256", "--enforce-eager"
     )
-    result = run("ab", tmp_path, *load, "--json", "--", "--max-model-len", "256", "--enforce-eager")
     assert result.status == 0, result.err
     assert result.json["backends"] == {"cpu_dequantized": 2}
     assert all(value > 0 for each in result.json["metrics"] for kind in ("stock", "plugin") for value in each[kind])

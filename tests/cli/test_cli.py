@@ -127,15 +127,8 @@ def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Write)
     assert (group["layers"], group["count"]) == ("model.layers.0-47.mlp.experts", 48)
     problem = msgspec.convert(group["problem"], Problem)
     assert (problem.intermediate_size, problem.parallel.tp, problem.layer) == (384, 2, "model.layers.0.mlp.experts")
-    assert list(group["decision"]) == [
-        "backend",
-        "why",
-        "explanation",
-        "numerics",
-        "plan",
-        "comparison",
-        "token_ranges",
-    ]
+    fields = ["backend", "why", "explanation", "numerics", "plan", "comparison", "token_ranges"]
+    assert list(group["decision"]) == fields
     assert group["decision"]["why"] == "static"
     assert (group["decision"]["comparison"], group["decision"]["token_ranges"]) == (None, [])
     assert isinstance(group["decision"]["numerics"], str)
@@ -289,8 +282,6 @@ def test_the_option_backend_is_the_setting(run: Run, write: Write) -> None:
     path = write()
     result = run("explain", path, "--device", "nvidia-h200", "--backend", "marlin_mxfp8", "--json")
     assert result.json["groups"][0]["decision"]["backend"] == "marlin_mxfp8"
-    result = run("explain", path, "--device", "nvidia-h200", "--backend", "emulation", "--set", "backend=marlin_mxfp8")
-    assert result.status == 2 and "--backend: --set backend is given, too" in result.err
     # To vLLM's option only vLLM's names are known, and those are what would do instead.
     result = run("explain", path, "--device", "nvidia-h200", "--moe-backend", "marlim")
     assert result.status == 2 and "Did you mean marlin? Valid are " in result.err
@@ -486,10 +477,8 @@ def test_a_device_can_come_from_a_file(run: Run, write: Write, tmp_path: Path) -
         (("CONFIG", "--set", "overrides=re:(.|..)+(?<=z)$=emulation"), "takes more than 0.1 s to"),
         (("CONFIG", "--set", "overrides=re:(=emulation"), "is not a regular expression"),
         (("CONFIG", "--set", "disable=nothing"), "'nothing'"),
-        (("CONFIG", "--backend", "marlin_mxfp9"), "--backend: 'marlin_mxfp9' is not a backend. Did you"),
         (("CONFIG", "--moe-backend", "marlni"), "--moe-backend: 'marlni' is not a backend. Did you mean marlin?"),
         (("CONFIG", "--set", "overrides=re:layers=nobackend"), "--set overrides: 'nobackend' is not a backend. Valid"),
-        (("CONFIG", "--device", "nvidia-foo"), "unknown device 'nvidia-foo'. Valid are cpu"),
     ],
 )  # fmt: skip
 def test_unusable_input_ends_with_2_and_one_line(
@@ -761,15 +750,8 @@ def test_batch_invariance_comes_from_the_environment_or_the_option(
 
 
 def test_batch_invariance_without_a_backend_ends_with_3(run: Run, write: Write) -> None:
-    result = run(
-        "explain",
-        write(),
-        "--device",
-        "nvidia-h200",
-        "--batch-invariant",
-        "--set",
-        "disable=hopper_mxfp8,hopper_mxfp8_w8a8,emulation",
-    )
+    left = "disable=hopper_mxfp8,hopper_mxfp8_w8a8,emulation"
+    result = run("explain", write(), "--device", "nvidia-h200", "--batch-invariant", "--set", left)
     assert result.status == 3 and "batch invariance" in result.text
 
 
@@ -858,9 +840,8 @@ def test_a_bad_variable_is_an_error_too(run: Run, write: Write, monkeypatch: pyt
     assert result.status == 2 and "Did you mean MOE_ORACLE_BACKEND?" in result.err
 
 
-@pytest.mark.parametrize(("name", "tp", "status"), [("qwen3-30b-a3b", 2, 0), ("nemotron-3-nano-30b-a3b", 2, 0)])
-def test_models_from_users_reports(name: str, tp: int, status: int, run: Run, write: Write) -> None:
-    assert run("explain", write(name), "--device", "nvidia-h200", "--tp", tp).status == status
+def test_experts_without_a_gate_over_two_ranks_have_a_backend(run: Run, write: Write) -> None:
+    assert run("explain", write("nemotron-3-nano-30b-a3b"), "--device", "nvidia-h200", "--tp", 2).status == 0
 
 
 # --- the process ------------------------------------------------------------------------------------------------------
