@@ -60,8 +60,7 @@ def serve(folder: Path, model: Path, engine: dict[str, Any], log: list[str] | No
         "feature": "async_engine", "checkpoint": str(model), "prompt": PROMPT, "tokens": TOKENS, "engine": engine,
         "oracle": {},
     }  # fmt: skip
-    # One core for each rank: vLLM binds them to NUMA nodes of their own otherwise.
-    return vllm_runner.run("run_features.py", {"": job}, folder, log, VLLM_CPU_OMP_THREADS_BIND="0|1", **more)[""]
+    return vllm_runner.run("run_features.py", {"": job}, folder, log, **more)[""]
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from tests.lib import checkpoints, distributions, vllm_runner
+from tests.lib.served import PROMPT, job
 
-PROMPT = [5, 6, 7, 8]
-TOKENS = 4
 SECONDS = 200
 
 PLUGIN = '''
@@ -54,25 +53,18 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
     points = [f"{name} = timed_backends:{name.upper()}" for name in ("late", "prompt", "fatal")]
     modules = {"timed_backends": PLUGIN}
     third = distributions.install(folder / "third", "timed-backends", "vllm_moe_oracle.backends", points, modules)
-    job = {
-        "checkpoint": str(checkpoints.write_checkpoint(folder / "model")),
-        "dtype": "bfloat16",
-        "prompt": PROMPT,
-        "tokens": TOKENS,
-        "oracle": {"measure_at_start": SECONDS, "objective": "1:1,64:1", "cache": str(folder / "cache")},
-        "engine": {"tensor_parallel_size": 2},
-    }
+    oracle = {"measure_at_start": SECONDS, "objective": "1:1,64:1", "cache": str(folder / "cache")}
+    model, engine = checkpoints.write_checkpoint(folder / "model"), {"tensor_parallel_size": 2}
+    start = job(model, "bfloat16", oracle=oracle, engine=engine)
     report, log = folder / "report.jsonl", list[str]()
     found = vllm_runner.run(
         "run_generate.py",
-        {"first": job, "second": job},
+        {"first": start, "second": start},
         folder,
         log,
         PYTHONPATH=str(third),
         MOE_ORACLE_REPORT=str(report),
         VLLM_LOGGING_LEVEL="INFO",
-        # One core for each rank: vLLM binds them to NUMA nodes of their own otherwise.
-        VLLM_CPU_OMP_THREADS_BIND="0|1",
     )
     return found, [json.loads(line) for line in report.read_text().splitlines()], log
 
@@ -80,7 +72,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
 def test_all_ranks_of_both_starts_decide_by_what_was_measured(outcome: Any) -> None:
     said, records, _ = outcome
     for name in ("first", "second"):
-        assert said[name].get("tokens") == list(range(PROMPT[-1] + 1, PROMPT[-1] + 1 + TOKENS)), said[name]
+        assert said[name].get("tokens") == [PROMPT[-1] + 1 + index for index in range(4)], said[name]
     assert sorted(record["rank"] for record in records) == [0, 0, 1, 1]
     decisions = [group["decision"] for record in records for group in record["groups"]]
     assert Counter((each["backend"], each["why"]) for each in decisions) == {("prompt", "measured"): 4}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.lib import checkpoints, distributions, vllm_runner
+from tests.lib.served import job
 
 PLUGIN = '''
 """A plugin of vLLM that makes the second rank another one."""
@@ -44,14 +44,10 @@ def test_every_rank_says_what_differs(case: str, tmp_path: Path) -> None:
     points = ["odd_rank = odd_rank:register"]
     plugin = distributions.install(tmp_path / "odd", "odd-rank", "vllm.general_plugins", points, {"odd_rank": PLUGIN})
     log: list[str] = []
-    job: dict[str, Any] = {
-        "checkpoint": str(checkpoints.write_checkpoint(tmp_path / "model")), "dtype": "bfloat16", "prompt": [5, 6, 7],
-        "tokens": 1, "oracle": {}, "engine": {"tensor_parallel_size": 2},
-    }  # fmt: skip
+    start = job(checkpoints.write_checkpoint(tmp_path / "model"), "bfloat16", 1, engine={"tensor_parallel_size": 2})
     found = vllm_runner.run(
-        "run_generate.py", {case: job}, tmp_path, log, PYTHONPATH=str(plugin), ODD_RANK=case,
-        VLLM_PLUGINS="moe_oracle,odd_rank", VLLM_CPU_OMP_THREADS_BIND="0|1", new_interpreters=True,
+        "run_generate.py", {case: start}, tmp_path, log, PYTHONPATH=str(plugin), ODD_RANK=case,
+        VLLM_PLUGINS="moe_oracle,odd_rank", new_interpreters=True,
     )  # fmt: skip
     assert "error" in found[case]
-    raised = [line for line in log if "RankSyncError: " in line and words in line]
-    assert {rank for rank in range(2) for line in raised if f"TP{rank}" in line} == set(range(ranks)), "\n".join(log)
+    assert vllm_runner.ranks_that_said(log, "RankSyncError: ", words) == set(range(ranks)), "\n".join(log)

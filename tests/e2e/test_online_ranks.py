@@ -56,8 +56,7 @@ def served(models: dict[tuple[str, int], Path], folder: Path) -> dict[str, Any]:
         name: job(models[format, 0], "bfloat16", TOKENS, reload=str(models[format, 1]), engine=engine)
         for name, (format, engine) in CASES.items()
     }
-    # One core for each rank: vLLM binds them to NUMA nodes of their own otherwise.
-    return vllm_runner.run("run_generate.py", jobs, folder, VLLM_CPU_OMP_THREADS_BIND="0|1")
+    return vllm_runner.run("run_generate.py", jobs, folder)
 
 
 @pytest.mark.parametrize("seed", [0, 1], ids=["loaded", "reloaded"])

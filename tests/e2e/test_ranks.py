@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from tests.lib import checkpoints, distributions, vllm_runner
-
-PROMPT = [5, 6, 7, 8]
-TOKENS = 4
+from tests.lib.served import PROMPT, job
 
 PLUGIN = '''
 """A third party's backend: the emulation, but on the second rank it is told the wrong halves."""
@@ -48,25 +46,10 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
     points = ["half = half_backend:BACKEND"]
     modules = {"half_backend": PLUGIN}
     third = distributions.install(folder / "third", "half-backend", "vllm_moe_oracle.backends", points, modules)
-    path = str(checkpoints.write_checkpoint(folder / "model"))
-    job = {
-        "checkpoint": path, "dtype": "bfloat16", "prompt": PROMPT, "tokens": TOKENS, "oracle": {},
-        "engine": {"tensor_parallel_size": 2},
-    }  # fmt: skip
-    jobs = {
-        "wrong on one": job,
-        "asked for": {**job, "oracle": {"backend": "half"}},
-    }
+    usual = job(checkpoints.write_checkpoint(folder / "model"), "bfloat16", engine={"tensor_parallel_size": 2})
+    jobs = {"wrong on one": usual, "asked for": usual | {"oracle": {"backend": "half"}}}
     report = folder / "report.jsonl"
-    found = vllm_runner.run(
-        "run_generate.py",
-        jobs,
-        folder,
-        PYTHONPATH=str(third),
-        MOE_ORACLE_REPORT=str(report),
-        # One core for each rank: vLLM binds them to NUMA nodes of their own otherwise.
-        VLLM_CPU_OMP_THREADS_BIND="0|1",
-    )
+    found = vllm_runner.run("run_generate.py", jobs, folder, PYTHONPATH=str(third), MOE_ORACLE_REPORT=str(report))
     return found, [json.loads(line) for line in report.read_text().splitlines()]
 
 
@@ -86,7 +69,7 @@ def test_both_ranks_take_the_next_candidate(outcome: Any) -> None:
 
 def test_the_model_still_recites_its_alphabet(outcome: Any) -> None:
     said, _ = outcome
-    assert said["wrong on one"]["tokens"] == list(range(PROMPT[-1] + 1, PROMPT[-1] + 1 + TOKENS))
+    assert said["wrong on one"]["tokens"] == [PROMPT[-1] + 1 + index for index in range(4)]
 
 
 def test_an_explicit_choice_that_is_wrong_on_one_rank_refuses_to_start(outcome: Any) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,10 @@ def run(
     files = [str(folder / "jobs.json"), str(folder / "results.json")]
     Path(files[0]).write_text(json.dumps(list(jobs.values())))
     module = f"tests.e2e.{Path(script).stem}"
-    variables = {**os.environ, "VLLM_PLUGINS": "moe_oracle", **environment}
+    # One core for each rank: on a CPU vLLM binds them to NUMA nodes of their own otherwise.
+    ranks = max(_ranks(job.get("engine", {})) for job in jobs.values())
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))} if ranks > 1 else {}
+    variables = {**os.environ, "VLLM_PLUGINS": "moe_oracle", **cores, **environment}
     if new_interpreters:
         done = subprocess.run(
             [sys.executable, "-m", module, *files],
@@ -65,3 +69,13 @@ def run(
         log += (done.stdout + done.stderr).splitlines()
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return dict(zip(jobs, json.loads(Path(files[1]).read_text()), strict=True))
+
+
+def _ranks(engine: Mapping[str, Any]) -> int:
+    return int(engine.get("tensor_parallel_size", 1) * engine.get("data_parallel_size", 1))
+
+
+def ranks_that_said(log: Iterable[str], *words: str) -> set[int]:
+    """The tensor-parallel ranks that printed a line with all these words."""
+    lines = [line for line in log if all(each in line for each in words)]
+    return {int(rank) for line in lines for rank in re.findall(r"TP(\d+)", line)}
