@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from vllm_moe_oracle import whole_files
-from vllm_moe_oracle.cli.commands.report import _write_file
-from vllm_moe_oracle.cli.writable import why_unwritable
+from vllm_moe_oracle.cli.writable import why_unwritable, writing
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.whole_files import append_whole, replacing, write_whole
 
@@ -36,8 +35,8 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, full_disk: None) -> None:
     file = tmp_path / "page.html"
     file.write_text("before")
-    with pytest.raises(MeasurementError, match=r"cannot be written: .*No space left"):
-        _write_file(file, "a long page")
+    with pytest.raises(MeasurementError, match=r"page.html: cannot be written: .*No space left"), writing(file):
+        write_whole(file, b"a long page")
     with pytest.raises(OSError, match="No space left"):
         write_whole(tmp_path / "new", b"1234")
     assert file.read_text() == "before" and os.listdir(tmp_path) == ["page.html"]
