@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import vllm_moe_oracle.backends as builtin_package
+from tests.lib.built_experts import built, inside_vllm
 from tests.lib.cases import RELU2, SILU
 from tests.lib.function_recorder import FunctionRecorder
 from tests.lib.peak_memory import Peak
@@ -24,10 +25,8 @@ from tests.lib.stock_rules import (
     backend,
     converted,
     expert,
-    experts,
     gpt_oss_layer,
     gpu,
-    inside_vllm,
     machine,
     stacked,
     usual,
@@ -35,7 +34,7 @@ from tests.lib.stock_rules import (
 from vllm_moe_oracle.backends._padding import pad_expert
 from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.core.decision import ShardPlan
-from vllm_moe_oracle.core.problem import Activation, Device, Problem, Routing, Scheme
+from vllm_moe_oracle.core.problem import Activation, Device, Routing
 from vllm_moe_oracle.devices.detect import detect
 from vllm_moe_oracle.errors import NoBackendError, OracleError
 from vllm_moe_oracle.oracle.registry import discover
@@ -56,13 +55,6 @@ def codes_of(verdict: Any) -> set[str]:
 
 
 # --- What they take ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gpt_oss_is_taken_at_home(name: str) -> None:
-    assert backend(name).check(usual(name), at_home(name)).reasons == ()
-    assert backend(name).activations(usual(name)) == "16bit"
-    assert "left in bfloat16" in str(backend(name).numerics(usual(name)))
 
 
 @pytest.mark.parametrize("name", TRITON)
@@ -153,18 +145,12 @@ def test_the_cpu_kernel_needs_bfloat16_instructions_and_no_amx() -> None:
 
 # --- Rounding: each backend's own, visible, and in numbers where it does not help -----------------------------------
 
-_SAME = (2880, 2880)
-
 
 @pytest.mark.parametrize(
     ("name", "inner", "plan"),
     [
-        ("marlin_mxfp4", 2880, (2944, 2880)),
         ("marlin_mxfp4", 1440, (2944, 1472)),
-        ("marlin_mxfp4", 736, (2944, 768)),
-        ("marlin_mxfp4", 384, (2944, 384)),
-        *((name, 2880, _SAME) for name in (*TRITON, "humming_mxfp4", "hopper_mxfp4", "cpu_mxfp4")),
-        *((name, 736, (2880, 768)) for name in TRITON),
+        ("triton_mxfp4", 736, (2880, 768)),
         *((name, 736, (2880, 736)) for name in ("humming_mxfp4", "hopper_mxfp4", "cpu_mxfp4")),
     ],
 )
@@ -173,21 +159,6 @@ def test_plans_are_padded_to_the_kernels_multiples(name: str, inner: int, plan: 
     found = backend(name).plan(chosen, at_home(name))
     assert (found.hidden_size, found.intermediate_size) == plan
     assert backend(name).check(chosen, at_home(name)).reasons == ()
-
-
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [("marlin_mxfp4", (7168, 192)), ("triton_mxfp4_unfused", (7168, 192)), ("humming_mxfp4", (7168, 160))],
-)
-def test_shards_with_a_partial_tile_are_padded(name: str, plan: tuple[int, int]) -> None:
-    """DeepSeek-V4's kind of layer, cut into what no tile divides."""
-    each = gpt_oss_layer(
-        scheme=Scheme("mxfp4", 4, 32, "mxfp4"), experts=256, top_k=6, hidden_size=7168, intermediate_size=160, tp=8,
-        activation=Activation("silu", limit=10.0), has_bias=False, routing=Routing("deepseekv4"),
-    )  # fmt: skip
-    found = backend(name).plan(each, gpu(90))
-    assert (found.hidden_size, found.intermediate_size) == plan
-    assert backend(name).check(each, gpu(90)).reasons == ()
 
 
 def test_rounding_is_in_the_decision() -> None:
@@ -205,22 +176,7 @@ def test_a_cut_through_a_block_of_scales_is_refused_with_numbers(name: str, tp: 
     assert f"2880 / {tp} = {inner}" in words and f"{inner} mod 32 = {inner % 32}" in words
 
 
-# --- The order of stock --------------------------------------------------------------------------------------------
-
-
-def order(capability: int, each: Problem) -> list[str]:
-    device = gpu(capability)
-    return sorted(STOCK, key=lambda name: backend(name).priority(each, device))
-
-
-def test_the_order_is_stocks() -> None:
-    humming, marlin = ["humming_mxfp4_grouped", "humming_mxfp4"], ["marlin_mxfp4", "marlin_mxfp4_batched"]
-    fused = ["triton_mxfp4_monolithic", "triton_mxfp4"]
-    assert order(90, gpt_oss_layer()) == [*fused, *humming, *marlin, "triton_mxfp4_unfused"]
-    assert order(100, gpt_oss_layer()) == [*fused, *marlin, *humming, "triton_mxfp4_unfused"]
-    assert order(120, gpt_oss_layer()) == [*marlin, *fused, *humming, "triton_mxfp4_unfused"]
-    others = gpt_oss_layer(scheme=Scheme("mxfp4", 4, 32, "mxfp4"))
-    assert order(90, others) == [*humming, *marlin, "triton_mxfp4_unfused", *fused]
+# --- Choices --------------------------------------------------------------------------------------------------
 
 
 def test_our_own_kernels_come_after_stocks_however_they_were_timed() -> None:
@@ -347,42 +303,18 @@ def test_a_build_without_the_cpu_kernel_says_so(monkeypatch: pytest.MonkeyPatch)
         backend("cpu_mxfp4").build_experts({}, gpt_oss_layer(), ShardPlan(2880, 2880), FunctionRecorder())  # type: ignore[arg-type]
 
 
-def test_our_own_storage_holds_the_weights() -> None:
-    from vllm_moe_oracle.kernels.weights import dequantize_expert
-
-    each = gpt_oss_layer(hidden_size=160, intermediate_size=96, experts=1, top_k=1)
-    one = expert(each)
-    for key in ("w13_scale", "w2_scale"):
-        one[key] = one[key] % 40 + 100
-    own = backend("hopper_mxfp4")
-    stored = own.convert(one, each, own.plan(each, gpu(90)))
-    blank = own._allocate(each, 1, "meta")  # type: ignore[attr-defined]
-    held = own._stored({key: tensor[None] for key, tensor in stored.items()}, blank)  # type: ignore[attr-defined]
-    for which in ("w13", "w2"):
-        assert torch.equal(dequantize_expert(held, which, 0), mxfp4.dequantize_expert(one, which))
-
-
 # --- Inside vLLM ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_marlins_padded_sizes_are_set_in_vllms_config(ranks: int) -> None:
+def test_marlins_padded_sizes_are_set_in_vllms_config(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What reads them afterwards (vLLM's runner, which pads and crops, buffers of all-to-alls, LoRA) must agree with
     the tensors, under expert parallelism too."""
     each = gpt_oss_layer(hidden_size=288, intermediate_size=96, experts=8, top_k=2, ep=ranks)
     each = dataclasses.replace(each, local_experts=8 // ranks)
-    chosen = backend("marlin_mxfp4")
-    plan = chosen.plan(each, gpu(90))
+    made, tensors, plan, config = built("marlin_mxfp4", each, gpu(90), monkeypatch)
     assert (plan.hidden_size, plan.intermediate_size) == (384, 128)
-    tensors = converted("marlin_mxfp4", experts(each, 8 // ranks), each, gpu(90))
-    with inside_vllm(each) as config:
-        from vllm_moe_oracle.compat import current_adapter
-        from vllm_moe_oracle.compat.experts_builder import VllmBuilder
-
-        release = current_adapter()
-        builder = VllmBuilder(release, config, release.quant_config(each, tensors))
-        made = chosen.build_experts(tensors, each, plan, builder)
-    assert type(made).__name__ == "MarlinExperts" and made.input_dtype is None
+    assert made.input_dtype is None
     assert (config.hidden_dim, config.intermediate_size_per_partition) == (384, 128)
     x, ids = torch.zeros(5, config.hidden_dim), torch.zeros(5, 2)
     assert made.moe_problem_size(x, tensors["w13"], tensors["w2"], ids) == (8 // ranks, 5, 128, 384, 2)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lib.cases import RELU2, SILU, problem
-from tests.lib.stock_rules import GPT_OSS, HALVES, backend, expert, gpu, home, inside_vllm, stacked
+from tests.lib import stock_rules
+from tests.lib.built_experts import built
+from tests.lib.cases import SILU, problem
+from tests.lib.stock_rules import GPT_OSS, HALVES, backend, gpu, home
 from vllm_moe_oracle.core.problem import Device, Parallel, Problem, Routing, Scheme, satisfies_precision
 from vllm_moe_oracle.core.sharding import shard_by_blocks
 from vllm_moe_oracle.errors import NoBackendError, OracleError
@@ -52,61 +54,29 @@ def reasons(name: str, device: Device | None = None, **changes: Any) -> dict[str
 
 
 @each_backend
-def test_each_limit_has_its_numbers(name: str) -> None:
-    for changes, code, words in (
-        ({"dtype": "float16"}, "dtype", "float16"),
-        ({"activation": RELU2, "has_bias": False}, "activation", "relu2"),
-        ({"activation": dataclasses.replace(SILU, name="gelu"), "has_bias": False}, "activation", "gelu"),
-        ({"eplb": True}, "eplb", "EPLB"),
-        ({"lora": True}, "lora", "LoRA"),
-        ({"batch_invariant": True}, "batch_invariant", "batch invariance"),
-        ({"format": "batched"}, "format", "batched"),
-        ({"tp": 4, "intermediate_size": 720}, "group.intermediate", "2880 / 4 = 720"),
-        (
-            {"routing": Routing("renormalize", apply_router_weight_on_input=True)},
-            "apply_router_weight_on_input" if name.endswith("monolithic") else "apply_router_weight_on_input.top_k",
-            "input",
-        ),
-    ):
-        found = reasons(name, **changes)
-        assert words in found[code], (changes, found)
-
-
-@pytest.mark.parametrize("name", [*TRTLLM, *CUTLASS])
-def test_uneven_splits_are_refused_with_numbers(name: str) -> None:
-    """vLLM's classes give the kernel a rank's first expert as its rank times its number of experts."""
-    assert reasons(name, num_experts=128, local_experts=16, ep=8) == {}
-    found = reasons(name, num_experts=128, local_experts=43, ep=3)
-    assert "128 mod 3 = 2" in found["expert_parallel.uneven"]
+def test_limits_that_vllms_class_does_not_name(name: str) -> None:
+    assert reasons(name, dtype="float16").keys() == {"dtype"}
+    assert "2880 / 4 = 720" in reasons(name, tp=4, intermediate_size=720)["group.intermediate"]
+    on_input = Routing("renormalize", apply_router_weight_on_input=True)
+    code = "apply_router_weight_on_input" + ("" if name.endswith("monolithic") else ".top_k")
+    assert reasons(name, routing=on_input).keys() == {code}
 
 
 @pytest.mark.parametrize("name", [*TRTLLM, *CUTLASS, "trtllm_mxfp8", "trtllm_mxfp8_monolithic", "trtllm_mxint4"])
-def test_experts_that_are_dealt_out_by_turns_are_refused(name: str) -> None:
-    """--expert-placement-strategy round_robin: no rank's experts are neighbors, and these kernels have no map of them.
-    A self-check of one rank's experts by themselves could not see it."""
-    schemes = {
-        "mxfp4": Scheme("mxfp4", 4, 32, "mxfp4"),
-        "mxfp8": Scheme("mxfp8", 8, 32, "modelopt", activations="mxfp8"),
-        "wna16": Scheme("wna16", 4, 32, "gptq"),
-    }
-    layer = problem(
-        scheme=schemes[backend(name).schemes[0]], routing=Routing("renormalize"), num_experts=128, local_experts=16,
-        parallel=Parallel(ep=8, placement="round_robin"),
-    )  # fmt: skip
-    code = "expert_parallel.placement"
-    assert code in {each.code for each in backend(name).check(layer, gpu(100)).reasons}
-    linear = dataclasses.replace(layer, parallel=Parallel(ep=8))
-    assert code not in {each.code for each in backend(name).check(linear, gpu(100)).reasons}
-    assert "round-robin expert placement" in str(layer) and "round-robin expert placement" not in str(linear)
+def test_ranks_without_a_map_of_experts_have_equal_runs_of_neighbors(name: str) -> None:
+    """vLLM's classes give the kernel a rank's first expert as its rank times its number of experts. With
+    --expert-placement-strategy round_robin no rank's experts are neighbors; a self-check of one rank's experts by
+    themselves could not see it."""
+    usual_layer = stock_rules.usual(name)
 
+    def refused(local: int, parallel: Parallel) -> dict[str, str]:
+        layer = dataclasses.replace(usual_layer, num_experts=128, local_experts=local, parallel=parallel)
+        assert ("round-robin expert placement" in str(layer)) == (parallel.placement == "round_robin")
+        return {each.code: str(each) for each in backend(name).check(layer, at_home(name)).reasons}
 
-@pytest.mark.parametrize("name", ["trtllm_mxfp8", "trtllm_mxfp8_monolithic"])
-def test_so_are_those_of_mxfp8(name: str) -> None:
-    layer = problem(
-        scheme=Scheme("mxfp8", 8, 32, "modelopt", activations="mxfp8"), routing=Routing("renormalize"),
-        num_experts=128, local_experts=43, parallel=Parallel(ep=3),
-    )  # fmt: skip
-    assert "expert_parallel.uneven" in {each.code for each in backend(name).check(layer, gpu(100)).reasons}
+    assert refused(16, Parallel(ep=8)) == {}
+    assert refused(16, Parallel(ep=8, placement="round_robin")).keys() == {"expert_parallel.placement"}
+    assert "128 mod 3 = 2" in refused(43, Parallel(ep=3))["expert_parallel.uneven"]
 
 
 def test_deep_gemm_has_a_map_of_experts() -> None:
@@ -216,9 +186,6 @@ def test_before_0_27_1_trtllm_rounds_to_256() -> None:
     assert backend("trtllm_mxfp4").plan(layer, gpu(100)).intermediate_size == 640
 
 
-# --- Conversions and the way back -----------------------------------------------------------------------------------
-
-
 # --- What vLLM's classes are given ----------------------------------------------------------------------------------
 
 
@@ -249,19 +216,7 @@ def test_stock_classes_are_asked_with_the_activation_precision(name: str) -> Non
 def test_vllms_own_classes_are_built_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     silu = name == "deep_gemm_mxfp4"
     layer = usual(name, hidden_size=288, intermediate_size=96, num_experts=8, local_experts=8, top_k=2)
-    with inside_vllm(layer) as config:
-        from vllm_moe_oracle.compat import current_adapter
-        from vllm_moe_oracle.compat.experts_builder import VllmBuilder
-
-        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: "cpu")
-        monkeypatch.setattr("vllm.utils.deep_gemm.is_deep_gemm_e8m0_used", lambda: True)
-        plan = backend(name).plan(layer, at_home(name))
-        one = backend(name).convert(expert(layer), layer, plan)
-        tensors = stacked([one] * 8)
-        release = current_adapter()
-        described = release.quant_config(layer, tensors)
-        made = backend(name).build_experts(tensors, layer, plan, VllmBuilder(release, config, described))
-    assert type(made).__name__ == backend(name).stock_class_name
+    made, tensors, plan, config = built(name, layer, at_home(name), monkeypatch)
     # What the base class's initializer sets, which two of the classes do not call.
     assert made.activation_config is not None and made.max_num_tokens is None
     assert (config.hidden_dim, config.intermediate_size_per_partition) == (plan.hidden_size, plan.intermediate_size)
@@ -293,18 +248,7 @@ def test_the_kernel_receives_the_layers_routing_method(
 ) -> None:
     """No constant: another layer, another method."""
     layer = usual(name, hidden_size=256, intermediate_size=128, num_experts=8, local_experts=8, top_k=2)
-    with inside_vllm(layer, routing) as config:
-        from vllm_moe_oracle.compat import current_adapter
-        from vllm_moe_oracle.compat.experts_builder import VllmBuilder
-
-        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: "cpu")
-        plan = backend(name).plan(layer, at_home(name))
-        one = backend(name).convert(expert(layer), layer, plan)
-        tensors = stacked([one] * 8)
-        release = current_adapter()
-        builder = VllmBuilder(release, config, release.quant_config(layer, tensors))
-        made = backend(name).build_experts(tensors, layer, plan, builder)
-    assert made.routing_method_type.name == routing
+    assert built(name, layer, at_home(name), monkeypatch, routing).experts.routing_method_type.name == routing
 
 
 def test_deep_gemm_with_float32_scales_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

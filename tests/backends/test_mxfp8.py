@@ -228,26 +228,6 @@ def test_hidden_sizes_other_than_multiples_of_128(name: str) -> None:
     assert str(verdict.reasons[0]) == "hidden size 2880 is not a multiple of 128 (2880 mod 128 = 64)"
 
 
-def test_the_order_is_stocks() -> None:
-    def order(capability: int, each: Problem) -> list[str]:
-        device = gpu(capability)
-        return sorted(NAMES, key=lambda name: backend(name).priority(each, device))
-
-    front = ["trtllm_mxfp8_monolithic", "trtllm_mxfp8", "deep_gemm_mxfp8"]
-    humming = ["humming_mxfp8_grouped", "humming_mxfp8"]
-    assert order(90, layer()) == [*front, *humming, "marlin_mxfp8"]
-    for capability in (80, 89, 100, 103, 120, 121):
-        assert order(capability, layer()) == [*front, "marlin_mxfp8", *humming]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_numerics_in_words(name: str) -> None:
-    weight_only = name in WEIGHT_ONLY
-    assert backend(name).activations(layer()) == ("16bit" if weight_only else "mxfp8")
-    words = str(backend(name).numerics(layer()))
-    assert ("left in bfloat16" if weight_only else "quantized to MXFP8 per token") in words
-
-
 # --- What they make of an expert -----------------------------------------------------------------------------------
 
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
+from tests.lib.built_experts import Built, built
 from tests.lib.cases import MXFP8_W8A8, SILU, problem
-from tests.lib.stock_rules import expert, gpu, inside_vllm, stacked
+from tests.lib.stock_rules import gpu
 
 pytest.importorskip("vllm", reason="vLLM's own classes are built")
 
 from vllm_moe_oracle.compat import current_adapter
-from vllm_moe_oracle.compat.experts_builder import VllmBuilder
 from vllm_moe_oracle.core.problem import Activation, Problem, Routing
 from vllm_moe_oracle.oracle.registry import default_registry
 
@@ -26,27 +25,14 @@ CAPABILITIES = {"marlin_mxfp8": 90, "trtllm_mxfp8": 100, "trtllm_mxfp8_monolithi
 HIDDEN, INNER = 384, 96
 
 
-def build(name: str, layer: Problem, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, torch.Tensor], Any]:
-    """What a backend built, its tensors, and the layer's config afterwards."""
-    backend = default_registry()[name]
-    device = gpu(CAPABILITIES[name])
-    assert backend.check(layer, device).reasons == ()
-    with inside_vllm(layer) as config:
-        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: "cpu")
-        monkeypatch.setattr("vllm.utils.deep_gemm.is_deep_gemm_e8m0_used", lambda: True)
-        plan = backend.plan(layer, device)
-        one = backend.convert(expert(layer), layer, plan)
-        tensors = stacked([one] * 8)
-        release = current_adapter()
-        described = release.quant_config(layer, tensors)
-        made = backend.build_experts(tensors, layer, plan, VllmBuilder(release, config, described))
-    assert type(made).__name__ == backend.stock_class_name
+def build(name: str, layer: Problem, monkeypatch: pytest.MonkeyPatch) -> Built:
+    made = built(name, layer, gpu(CAPABILITIES[name]), monkeypatch)
+    told = (made.config.hidden_dim, made.config.intermediate_size_per_partition)
     if name.startswith("trtllm"):
-        assert (config.hidden_dim, config.intermediate_size_per_partition) == (plan.hidden_size, plan.intermediate_size)
-        assert plan.pads(layer)
+        assert made.plan.pads(layer) and told == (made.plan.hidden_size, made.plan.intermediate_size)
     else:
-        assert (config.hidden_dim, config.intermediate_size_per_partition) == (HIDDEN, INNER)
-    return made, tensors, plan
+        assert told == (HIDDEN, INNER)
+    return made
 
 
 def usual(**changes: Any) -> Problem:
@@ -61,7 +47,7 @@ def usual(**changes: Any) -> Problem:
 
 @pytest.mark.parametrize("name", CAPABILITIES)
 def test_weights_and_inputs_are_described_as_the_class_reads_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, tensors, _ = build(name, usual(), monkeypatch)
+    made, tensors, *_ = build(name, usual(), monkeypatch)
     consumed = default_registry()[name].activations(usual())
     assert made.quant_config.quant_dtype == {"16bit": None, "mxfp8": "mxfp8"}[consumed]
     assert not made.quant_config.is_scale_swizzled
@@ -77,7 +63,7 @@ def test_biases_are_in_the_quant_config_or_the_layer_is_refused(name: str, monke
         device = gpu(CAPABILITIES[name])
         assert [reason.code for reason in default_registry()[name].check(layer, device).reasons] == ["bias"]
         return
-    made, tensors, plan = build(name, layer, monkeypatch)
+    made, tensors, plan, _ = build(name, layer, monkeypatch)
     # The kernel's own tensors, not copies: a reload writes new biases there.
     assert made.quant_config.w1_bias.data_ptr() == made.w1_bias.data_ptr() == tensors["w13_bias"].data_ptr()
     assert made.quant_config.w2_bias.data_ptr() == made.w2_bias.data_ptr() == tensors["w2_bias"].data_ptr()
@@ -86,7 +72,7 @@ def test_biases_are_in_the_quant_config_or_the_layer_is_refused(name: str, monke
 
 @pytest.mark.parametrize("name", CAPABILITIES)
 def test_the_activations_parameters_are_the_classes_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, _, _ = build(name, usual(activation=OAI), monkeypatch)
+    made = build(name, usual(activation=OAI), monkeypatch).experts
     described = made.quant_config
     assert (described.gemm1_alpha, described.gemm1_beta, described.gemm1_clamp_limit) == (1.702, 1.0, 7.0)
     if name.startswith("trtllm"):
@@ -104,7 +90,7 @@ def test_the_activations_parameters_are_the_classes_own(name: str, monkeypatch: 
 def test_numbers_that_vllm_keeps_elsewhere_are_not_given_twice(
     activation: Activation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, _, _ = build("marlin_mxfp8", usual(activation=activation), monkeypatch)
+    made = build("marlin_mxfp8", usual(activation=activation), monkeypatch).experts
     given = made.activation_config
     assert (given.alpha, given.beta, given.clamp_limit) == (1.0, 0.0, None)
     assert (given.activation_situ_beta, given.activation_situ_linear_beta) == (activation.alpha, activation.beta)

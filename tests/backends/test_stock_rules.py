@@ -282,7 +282,16 @@ def test_sizes_are_rounded_as_stock_rounds_them(release: str, name: str) -> None
     )  # fmt: skip
     kind, limits = names["Mxfp4MoeBackend"][CLASSES[name].kernel], backend(name).capabilities
     same = []
-    for hidden, inner in ((2880, 2880), (2880, 1440), (2880, 736), (2880, 384), (7168, 256), (2048, 768), (96, 32)):
+    for hidden, inner in (
+        (2880, 2880),
+        (2880, 1440),
+        (2880, 736),
+        (2880, 384),
+        (7168, 256),
+        (7168, 160),
+        (2048, 768),
+        (96, 32),
+    ):
         layer = usual(name, hidden_size=hidden, intermediate_size=inner)
         plan = backend(name).plan(layer, machine(release, home(name)))
         found = (plan.hidden_size, plan.intermediate_size)

@@ -202,17 +202,7 @@ def test_the_cpu_operator_needs_permission_to_quantize_activations() -> None:
         decide(layer, AVX512, Settings(backend="cpu_int4"))
 
 
-# --- Their order ----------------------------------------------------------------------------------------------------
-
-
-def test_the_order_is_stocks_where_nothing_was_measured() -> None:
-    stock = ["marlin_wna16", "marlin_wna16_batched", "triton_wna16"]
-    humming = ["humming_wna16_grouped", "humming_wna16"]
-    rest = ["trtllm_mxint4", "cpu_int4", "hopper_wna16"]
-    layer = usual("marlin_wna16", scheme=scheme(zeros=True))
-    for capability in (80, 90, 100):
-        found = sorted(NAMES, key=lambda name: backend(name).priority(layer, gpu(capability)))
-        assert found == ([*humming, *stock, *rest] if capability == 90 else [*stock, *humming, *rest])
+# --- Choices --------------------------------------------------------------------------------------------------------
 
 
 KIMI_TP8 = {"experts": 384, "hidden_size": 7168, "intermediate_size": 256, "tp": 8}
@@ -415,14 +405,6 @@ def test_marlin_receives_feature_order_and_groups(ranks: int) -> None:
         rows = layer.intermediate_size if which == "w13" else layer.hidden_size
         found = weights[:, :inner].unflatten(0, (2 if which == "w13" else 1, -1))[:, :rows]
         assert torch.equal(found.flatten(0, 1), wna16.dequantize_expert(one, which))
-
-
-def test_numerics_in_words() -> None:
-    for name in NAMES:
-        words = str(backend(name).numerics(usual(name)))
-        expected = "int8" if name == "cpu_int4" else "16bit"
-        assert backend(name).activations(usual(name)) == expected
-        assert ("quantized to int8 per token" in words) == (name == "cpu_int4")
 
 
 @pytest.mark.parametrize("name", ["marlin_wna16", "marlin_wna16_batched"])

@@ -7,14 +7,13 @@ import ast
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tests.lib import vllm_configs
 from tests.lib.cases import GPT_OSS as HALVES
 from tests.lib.cases import MXFP8_W8A8, SILU, problem
 from tests.lib.releases import every_release as every_release
@@ -579,24 +578,3 @@ def tiled_scales(scales: torch.Tensor) -> torch.Tensor:
 
 
 # --- Inside vLLM ----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def inside_vllm(layer: Problem, routing: str = "Renormalize") -> Iterator[Any]:
-    """vLLM's `FusedMoEConfig` of a layer; skips where vLLM is not installed."""
-    pytest.importorskip("vllm", reason="vLLM's own classes are asked")
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig, RoutingMethodType
-
-    parallel, activation = FusedMoEParallelConfig.make_no_parallel(), layer.activation
-    if layer.parallel.ep > 1:
-        parallel.ep_size, parallel.use_ep = layer.parallel.ep, True
-    halves = activation.name == "swigluoai" and not activation.interleaved
-    situ = {"activation_situ_beta": activation.alpha, "activation_situ_linear_beta": activation.beta}
-    with set_current_vllm_config(VllmConfig()):
-        yield vllm_configs.moe_config(
-            layer, activation=MoEActivation("swigluoai_uninterleave" if halves else activation.name),
-            routing_method=RoutingMethodType[routing], moe_parallel_config=parallel, in_dtype=torch.bfloat16,
-            **(situ if activation.name == "situ" else {}),
-        )  # fmt: skip
