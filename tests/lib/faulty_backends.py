@@ -515,7 +515,7 @@ class Method(SimpleNamespace):
     def check(self, loaded: dict[str, Tensor] | None = None, kernel_built: bool = False) -> None:
         """Has loaded weights checked, right ones by default."""
         loaded = weights(self.decision.problem) if loaded is None else loaded
-        backend_check.check_or_fallback(self, loaded, kernel_built, self.backends)
+        backend_check.check_or_fallback(self, loaded, kernel_built)
 
     @classmethod
     def of(cls, backends: Any, layer: Problem, group: RankGroup | None = None, **settings: Any) -> Method:
@@ -529,7 +529,7 @@ class Method(SimpleNamespace):
             moe=moe_config(layer),
             rank_group=group or RankGroup(),
             in_own_order=False,
-            backends=backends,
+            registry=backends,
         )
 
 

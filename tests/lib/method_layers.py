@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,14 +57,24 @@ def moe_config(settings: dict[str, Any], experts: int, hidden: int, inner: int) 
         yield vllm_configs.moe_config(layer)
 
 
+def undecided(backends: Any, chosen: Any, group: Any) -> Any:
+    """What `select_backend` sees of a method before its decision.
+
+    Args:
+        backends: the registry.
+        chosen: the settings.
+        group: the ranks of the layer.
+    """
+    adapter = SimpleNamespace(stock_class_rejection=lambda *arguments: "")
+    return SimpleNamespace(registry=backends, settings=chosen, rank_group=group, moe=None, adapter=adapter)
+
+
 def use_backends(backends: Iterable[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes these the only backends of the process."""
-    from vllm_moe_oracle.methods import backend_check, backend_selection, token_dispatch
-    from vllm_moe_oracle.oracle import selection
+    from vllm_moe_oracle.methods import base
 
     found = registry(list(backends))
-    for module in (backend_selection, selection, token_dispatch, backend_check):
-        monkeypatch.setattr(module, "default_registry", lambda: found)
+    monkeypatch.setattr(base, "default_registry", lambda: found)
 
 
 @contextmanager

@@ -263,7 +263,7 @@ def reserve(method: Any) -> None:
     """Reserves buffers, for which the method asks its backend what it converts to."""
     meta = {name: tensor[0].to("meta") for name, tensor in weights(LAYERS["silu"]).items()}
     backend_check.reserve_or_fallback(
-        method, lambda: method.backend.convert(meta, method.decision.problem, method.decision.plan), method.backends
+        method, lambda: method.backend.convert(meta, method.decision.problem, method.decision.plan)
     )
 
 
@@ -277,10 +277,10 @@ def test_a_conversion_that_fails_takes_the_next_candidate(fault: str, caplog: py
     failed = next(each for each in method.decision.candidates if each.backend == "first")
     assert [reason.code for reason in failed.reasons] == ["defect"]
     assert f"its method convert {words}" in failed.reasons[0].detail and "taking second instead" in caplog.text
-    explicit = Method.of(method.backends, LAYERS["silu"], backend="first")
+    explicit = Method.of(method.registry, LAYERS["silu"], backend="first")
     with pytest.raises(NoBackendError, match="its method convert"):
         reserve(explicit)
-    allowed = Method.of(method.backends, LAYERS["silu"], backend="first", on_unavailable="fallback")
+    allowed = Method.of(method.registry, LAYERS["silu"], backend="first", on_unavailable="fallback")
     reserve(allowed)
     assert allowed.backend.name == "second" and allowed.decision.degraded
 
@@ -292,7 +292,7 @@ def converted(processes: Any, faulty: list[int]) -> Any:
     def convert(expert: dict[str, Tensor], layer: Problem) -> dict[str, Tensor]:
         return None if group.rank in faulty else expert  # type: ignore[return-value]
 
-    method = Method.over(Faulty("first", convert), second(), group)
+    method = Method.over(Faulty("first", convert), second(), group=group)
     reserve(method)
     return method.backend.name
 

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,6 +14,7 @@ import pytest
 
 from tests.lib import gloo_ranks
 from tests.lib.cases import H200, MXFP8_W8A8, backend, problem, registry
+from tests.lib.method_layers import undecided
 from vllm_moe_oracle import plugin, settings
 from vllm_moe_oracle.backends import Capabilities
 from vllm_moe_oracle.core.decision import Decision
@@ -285,10 +285,7 @@ def rank_decides(processes: Any, folder: str, dies: bool, timeout: float, fails:
         return measuring(*arguments)
 
     measure_hook.set_measure(measure)
-    method = SimpleNamespace(
-        decision=None, backend=None, settings=chosen, moe=None, rank_group=rank_sync.RankGroup(processes, timeout),
-        adapter=SimpleNamespace(stock_class_rejection=lambda *arguments: ""),
-    )  # fmt: skip
+    method = undecided(REGISTRY, chosen, rank_sync.RankGroup(processes, timeout))
 
     begin = time.monotonic()
     for index in range(2):
@@ -300,7 +297,7 @@ def rank_decides(processes: Any, folder: str, dies: bool, timeout: float, fails:
 
         try:
             first_start.measure_if_undecided(method.rank_group, layer, chosen, decide_here)
-            backend_selection.select_backend(method, layer.layer, decide_here, REGISTRY)
+            backend_selection.select_backend(method, layer.layer, decide_here)
         except Exception as error:
             return {"raised": type(error).__name__, "message": str(error), "seconds": time.monotonic() - begin}
     return [method.backend.name, method.decision.why, len(measuring.calls), rank]

@@ -331,7 +331,7 @@ def test_a_backend_that_took_anothers_place_is_the_static_orders() -> None:
     measured = MeasurementSet({"fast": slower, "other": times, "third": slower}, "a test")
     decided = decide(problem(), H200, load({}), registry=found, measurements=measured)
     assert (decided.backend, decided.why) == ("other", "measured")
-    method = SimpleNamespace(decision=decided, backend=found["other"])
-    backend_selection.switch_backend(method, Reason("self_check", "fails"), "other fails", "fast", found)
+    method = SimpleNamespace(decision=decided, backend=found["other"], registry=found)
+    backend_selection.switch_backend(method, Reason("self_check", "fails"), "other fails", "fast")
     assert method.decision.grounds == "static: other fails" and method.decision.comparison is None
     assert method.decision.summary().startswith("fast (static: other fails)")

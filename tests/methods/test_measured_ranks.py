@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.lib import gloo_ranks
 from tests.lib.cases import H200, backend, problem, registry
+from tests.lib.method_layers import undecided
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.measurements import lookup
 from vllm_moe_oracle.measurements.environment import Environment
@@ -55,17 +55,14 @@ def decided(processes: Any, folder: str, caches: list[str], shapes: list[int], a
     taken = []
     for index in range(2):
         layer = dataclasses.replace(base, layer=f"layers.{index}", num_experts=64 + index)
-        method = SimpleNamespace(
-            decision=None, backend=None, settings=chosen, moe=None, rank_group=rank_sync.RankGroup(processes, 20.0),
-            adapter=SimpleNamespace(stock_class_rejection=lambda *arguments: ""),
-        )  # fmt: skip
+        method = undecided(REGISTRY, chosen, rank_sync.RankGroup(processes, 20.0))
 
         def decide_here(layer: Any = layer) -> Any:
             return decide(
                 layer, H200, chosen, registry=REGISTRY, measurements=backend_selection.measurements_for(layer, chosen)
             )
 
-        backend_selection.select_backend(method, layer.layer, decide_here, REGISTRY)
+        backend_selection.select_backend(method, layer.layer, decide_here)
         steps = [[step.backend, step.max_tokens] for step in method.decision.token_ranges]
         taken.append([method.backend.name, method.decision.backend, steps, len(method.decision.plan.tiles)])
     return taken
@@ -139,10 +136,7 @@ def refused(processes: Any, which: list[int]) -> list[str]:
     rank, layer = int(processes.rank()), problem(experts=64, ep=2)
     detect.detect = lambda: H200
     group = rank_sync.RankGroup(processes, 20.0)
-    method = SimpleNamespace(
-        decision=None, backend=None, settings=settings.Settings(), moe=None, rank_group=group,
-        adapter=SimpleNamespace(stock_class_rejection=lambda *arguments: ""),
-    )  # fmt: skip
+    method = undecided(REGISTRY, settings.Settings(), group)
 
     def decide_here() -> Any:
         if rank in which:
@@ -152,7 +146,7 @@ def refused(processes: Any, which: list[int]) -> list[str]:
     found = []
     for _ in range(2):
         try:
-            backend_selection.select_backend(method, layer.layer, decide_here, REGISTRY)
+            backend_selection.select_backend(method, layer.layer, decide_here)
             found.append(method.backend.name)
         except NoBackendError as error:
             found.append(error.rule)

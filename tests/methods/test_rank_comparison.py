@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.lib import gloo_ranks
 from tests.lib.cases import CPU, backend, problem, registry
+from tests.lib.method_layers import undecided
 from vllm_moe_oracle import __version__, settings
 from vllm_moe_oracle.core.problem import RANK_LOCAL_FIELDS, Activation, Parallel, Problem, Routing, Scheme
 from vllm_moe_oracle.errors import RankSyncError
@@ -134,13 +135,8 @@ def decided(processes: Any, odd: int, change: dict[str, Any], index: int) -> Any
                 fields = mine.get("problem", {})
                 case = dataclasses.replace(case, **fields)
             rank_comparison.require_same_layer(group, case, chosen, mine.get("moe_backend"))
-            method = SimpleNamespace(
-                decision=None, backend=None, settings=chosen, moe=None, rank_group=group,
-                adapter=SimpleNamespace(stock_class_rejection=lambda *arguments: ""),
-            )  # fmt: skip
-            backend_selection.select_backend(
-                method, name, lambda case=case: decide(case, CPU, chosen, registry=known), known
-            )
+            method = undecided(known, chosen, group)
+            backend_selection.select_backend(method, name, lambda case=case: decide(case, CPU, chosen, registry=known))
         rank_comparison.require_same_layers(group)
     except RankSyncError as error:
         return {"message": str(error), "seconds": time.monotonic() - begin}
@@ -343,13 +339,9 @@ def chosen_with(processes: Any, versions: list[dict[str, str]]) -> Any:
     registry = Registry()
     registry.add(backend("theirs", rank=1.0), "an entry point", versions[group.rank])
     registry.add(backend("other", rank=2.0), "an entry point", {"unused": str(group.rank)})
-    method: Any = SimpleNamespace(
-        rank_group=group, settings=Settings(), moe=None, adapter=SimpleNamespace(stock_class_rejection=lambda *a: "")
-    )
+    method = undecided(registry, Settings(), group)
     layer = problem()
-    backend_selection.select_backend(
-        method, layer.layer, lambda: decide(layer, CPU, Settings(), registry=registry), registry
-    )
+    backend_selection.select_backend(method, layer.layer, lambda: decide(layer, CPU, Settings(), registry=registry))
     return method.backend.name
 
 

@@ -262,8 +262,9 @@ def chosen(environment: dict[str, str], objections: dict[str, str]) -> Any:
     decision = decide(problem(), H200, load(environment))
     release = SimpleNamespace(stock_class_rejection=lambda backend, moe, problem: objections.get(backend.name, ""))
     return SimpleNamespace(
-        decision=decision, backend=default_registry()[decision.backend], adapter=release, moe=None, settings=load({})
-    )
+        decision=decision, backend=default_registry()[decision.backend], adapter=release, moe=None, settings=load({}),
+        registry=default_registry(),
+    )  # fmt: skip
 
 
 def test_what_vllms_own_class_refuses_is_not_run_and_called_a_defect(caplog: pytest.LogCaptureFixture) -> None:

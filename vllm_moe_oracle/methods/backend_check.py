@@ -32,7 +32,6 @@ from ..errors import (
     sanitize,
 )
 from ..oracle.checked_backend import overrides
-from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import remaining_candidates
 from ..oracle.watchdog import report_while_running
 from ..settings import env_var
@@ -121,14 +120,13 @@ of it as it serves. vLLM copies a layer's weights after its conversion, and call
 the first place to check it."""
 
 
-def reserve_or_fallback(method: LayerMethod, reserve: Callable[[], None], registry: Registry | None = None) -> None:
+def reserve_or_fallback(method: LayerMethod, reserve: Callable[[], None]) -> None:
     """Reserves a layer's buffers for its backend, and switches to the next candidate when the backend cannot say what
     it converts to, or when there is no memory for that.
 
     Args:
         method: the layer's method; its backend and decision change with a fallback.
         reserve: asks the method's backend for the shapes of its kernel tensors, and reserves buffers.
-        registry: the backends that the decision names; None for the default registry.
 
     Raises:
         NoBackendError: the backend is defective, or there is no memory for its tensors, and it was chosen explicitly,
@@ -160,19 +158,16 @@ def reserve_or_fallback(method: LayerMethod, reserve: Callable[[], None], regist
         words = f"{name} cannot convert {problem}: {outcome.message}"
         if is_binding(method) or outcome.alternative is None:
             raise NoBackendError(words, "Choose another backend", problem.layer)
-        _fall_back(method, words, Reason("defect", outcome.message), "is defective", outcome.alternative, registry)
+        _fall_back(method, words, Reason("defect", outcome.message), "is defective", outcome.alternative)
 
 
-def check_or_fallback(
-    method: LayerMethod, raw: Tensors, kernel_built: bool = False, registry: Registry | None = None
-) -> None:
+def check_or_fallback(method: LayerMethod, raw: Tensors, kernel_built: bool = False) -> None:
     """Checks a method's backend on its loaded weights, and switches to the next candidate when a rank rejects it.
 
     Args:
         method: the layer's method; its backend and decision change with a fallback.
         raw: the loaded weights as the scheme's `read` returns them, `[local_experts, ...]` each.
         kernel_built: the kernel exists, and weights are being reloaded into it: there is no fallback.
-        registry: the backends that the decision names; None for the default registry.
 
     Raises:
         NoBackendError: the backend cannot hold the weights, and nothing may take its place (`is_binding`), the check
@@ -201,17 +196,15 @@ def check_or_fallback(
             raise SelfCheckError(failure, remedy, problem.layer)
         code = "self_check" if weights.passed else "weights"
         detail = "failed its self-check on the loaded weights" if weights.passed else "cannot hold the loaded weights"
-        _fall_back(method, failure, Reason(code, f"{detail}: {outcome.message}"), detail, outcome.alternative, registry)
+        _fall_back(method, failure, Reason(code, f"{detail}: {outcome.message}"), detail, outcome.alternative)
 
 
-def _fall_back(
-    method: LayerMethod, failure: str, reason: Reason, detail: str, fallback: str, registry: Registry | None
-) -> None:
+def _fall_back(method: LayerMethod, failure: str, reason: Reason, detail: str, fallback: str) -> None:
     """Switches a method to another backend, and logs the failure."""
     name = method.backend.name
     logger.error("moe_oracle: %s: %s; taking %s instead", method.decision.problem.layer, failure, fallback)
     explanation = f"{name}, which {why_tried(method)}, {detail}"
-    switch_backend(method, reason, explanation, fallback, registry or default_registry())
+    switch_backend(method, reason, explanation, fallback)
 
 
 def _is_capturing(raw: Tensors) -> bool:

@@ -16,7 +16,7 @@ from ..core.problem import Problem
 from ..devices import detect
 from ..errors import NoBackendError, SettingError
 from ..measurements import lookup
-from ..oracle.registry import Registry, default_registry
+from ..oracle.registry import Registry
 from ..oracle.selection import is_final, remaining_candidates
 from ..settings import Settings, env_var
 from ..verification import process_state
@@ -37,6 +37,7 @@ class LayerMethod(Protocol):
     settings: Settings
     adapter: Adapter
     moe: Any
+    registry: Registry
     rank_group: rank_sync.RankGroup
 
     @property
@@ -89,39 +90,35 @@ def _check_profile(settings: Settings) -> None:
         logger.warning("moe_oracle: %s", unread)
 
 
-def select_backend(
-    method: LayerMethod, layer: str, decide: Callable[[], Decision], registry: Registry | None = None
-) -> None:
+def select_backend(method: LayerMethod, layer: str, decide: Callable[[], Decision]) -> None:
     """Selects a layer's backend, the same on all ranks.
 
     Args:
         method: the layer's method; it gets its decision and backend.
         layer: the layer's name.
         decide: makes this rank's own decision.
-        registry: the backends that decisions name; None for the default registry.
 
     Raises:
         NoBackendError: no backend can run the layer on all ranks, or the requested one cannot.
         RankSyncError: another rank could not decide, or has other settings.
     """
-    registry = registry or default_registry()
     topic = f"the backend of {layer}"
     refusal: NoBackendError | None = None
     with rank_sync.notify_on_failure(method.rank_group, topic):
         try:
             method.decision = decide()
-            method.backend = registry[method.decision.backend]
-            consult_stock_class(method, registry)
+            method.backend = method.registry[method.decision.backend]
+            consult_stock_class(method)
         except NoBackendError as error:  # the layer may be left to stock vLLM, on all ranks
             refusal = error
         if method.rank_group.size > 1:
-            refusal = _agree_on_backend(method, layer, topic, registry, refusal)
+            refusal = _agree_on_backend(method, layer, topic, refusal)
     if refusal is not None:
         raise refusal
 
 
 def _agree_on_backend(
-    method: LayerMethod, layer: str, topic: str, registry: Registry, refusal: NoBackendError | None
+    method: LayerMethod, layer: str, topic: str, refusal: NoBackendError | None
 ) -> NoBackendError | None:
     """Takes the first backend of rank 0's order that every rank can run.
 
@@ -129,7 +126,6 @@ def _agree_on_backend(
         method: the layer's method.
         layer: the layer's name.
         topic: names the step.
-        registry: the backends.
         refusal: why this rank can run the layer with none; None where it can.
 
     Returns:
@@ -140,7 +136,7 @@ def _agree_on_backend(
         while True:
             own: list[Any] = [[], [], {}]
             if refusal is None:
-                own = [_preferred_backends(method), _schedule(method), _backend_properties(method, registry)]
+                own = [_preferred_backends(method), _schedule(method), _backend_properties(method)]
             ranks = rank_sync.all_gather(method.rank_group, topic, functools.partial(list, own))
             orders = [order for order, _, _ in ranks]
             if not all(orders):
@@ -150,7 +146,7 @@ def _agree_on_backend(
                 break
             common = rank_sync.first_common_name(orders)
             try:
-                _follow_ranks(method, common, orders, registry)
+                _follow_ranks(method, common, orders)
             except NoBackendError as error:
                 if common is None:
                     return error
@@ -160,7 +156,7 @@ def _agree_on_backend(
         _agreed_backends[kind] = method.backend.name, all(schedule == ranks[0][1] for _, schedule, _ in ranks)
     name, same_schedule = _agreed_backends[kind]
     if name != method.backend.name:
-        _follow_ranks(method, name, [], registry)
+        _follow_ranks(method, name, [])
     if not same_schedule and method.decision.token_ranges:
         layer = method.decision.problem.layer
         logger.warning(
@@ -172,14 +168,13 @@ def _agree_on_backend(
     return None
 
 
-def _follow_ranks(method: LayerMethod, name: str | None, orders: list[list[str]], registry: Registry) -> None:
+def _follow_ranks(method: LayerMethod, name: str | None, orders: list[list[str]]) -> None:
     """Switches to the backend that all ranks can run.
 
     Args:
         method: the layer's method.
         name: the backend; None when there is none.
         orders: preferred backends by rank, for the message.
-        registry: the backends.
     """
     own, layer = method.backend.name, method.decision.problem.layer
     if name is None:
@@ -189,11 +184,11 @@ def _follow_ranks(method: LayerMethod, name: str | None, orders: list[list[str]]
         logger.warning("moe_oracle: %s: %s came first here, but not on every rank; taking %s", layer, own, name)
         reason = Reason("ranks", f"the ranks of the layer take {name}, which all of them can run")
         explanation = f"{own} was first on rank {method.rank_group.rank}, but not every rank can run it"
-        switch_backend(method, reason, explanation, name, registry)
-        consult_stock_class(method, registry)
+        switch_backend(method, reason, explanation, name)
+        consult_stock_class(method)
 
 
-def _backend_properties(method: LayerMethod, registry: Registry) -> dict[str, dict[str, str]]:
+def _backend_properties(method: LayerMethod) -> dict[str, dict[str, str]]:
     """What the layer's backends compute with on this rank, by the kind of property. A third party's package may have
     another version on another rank."""
     name = method.backend.name
@@ -205,7 +200,7 @@ def _backend_properties(method: LayerMethod, registry: Registry) -> dict[str, di
     versions = {
         f"{package} of the backend {each}": version
         for each in backends
-        for package, version in registry.packages(each).items()
+        for package, version in method.registry.packages(each).items()
     }
     return {"backend": properties, "version": versions}
 
@@ -226,12 +221,11 @@ def _preferred_backends(method: LayerMethod) -> list[str]:
     return [method.backend.name, *remaining_candidates(method.decision, method.backend.name)]
 
 
-def consult_stock_class(method: LayerMethod, registry: Registry | None = None) -> None:
+def consult_stock_class(method: LayerMethod) -> None:
     """Asks the stock class that the backend wraps whether it supports the layer; its answer wins.
 
     Args:
         method: the layer's method; its backend and decision change when the stock class rejects the layer.
-        registry: the backends that the decision names; None for the default registry.
 
     Raises:
         NoBackendError: it rejects the layer, and nothing may take the backend's place (`is_binding`), or no candidate
@@ -254,7 +248,7 @@ def consult_stock_class(method: LayerMethod, registry: Registry | None = None) -
             candidates[0],
         )
         explanation = f"{name}, which {why_tried(method)}, is rejected by vLLM's own class"
-        switch_backend(method, Reason("stock", detail), explanation, candidates[0], registry or default_registry())
+        switch_backend(method, Reason("stock", detail), explanation, candidates[0])
 
 
 def is_binding(method: LayerMethod) -> bool:
@@ -282,7 +276,7 @@ def why_tried(method: LayerMethod) -> str:
     return "was asked for" if method.decision.is_explicit else "came first"
 
 
-def switch_backend(method: LayerMethod, reason: Reason, explanation: str, name: str, registry: Registry) -> None:
+def switch_backend(method: LayerMethod, reason: Reason, explanation: str, name: str) -> None:
     """Switches a method to another backend, and records in the decision why the present one is rejected.
 
     Args:
@@ -290,7 +284,6 @@ def switch_backend(method: LayerMethod, reason: Reason, explanation: str, name: 
         reason: why the present backend is rejected.
         explanation: the same in a sentence about the decision; the static order has decided it then.
         name: the new backend, the first in the static order that is left.
-        registry: the backends.
     """
     failed = method.backend.name
     candidates = tuple(
@@ -298,7 +291,7 @@ def switch_backend(method: LayerMethod, reason: Reason, explanation: str, name: 
         for each in method.decision.candidates
     )
     answers = method.decision.candidate(name).answers
-    method.backend = registry[name]
+    method.backend = method.registry[name]
     method.decision = dataclasses.replace(
         method.decision,
         backend=name,

@@ -29,6 +29,7 @@ from ..core.problem import Problem, Scheme
 from ..devices import detect
 from ..errors import BackendDefect, LifecycleError, NoBackendError, OracleError, is_out_of_memory
 from ..oracle.checked_backend import watched_calls
+from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import decide
 from ..verification import process_state
 from ..verification.converted_layer import InstalledLayer, WeightParts
@@ -75,6 +76,7 @@ class OracleMoEMethod(StockFallback):
         moe_quant_config: vLLM's `FusedMoEQuantConfig`; None before the conversion.
         adapter: vLLM's side.
         settings: the settings in force when the layer was made.
+        registry: the backends that decisions name.
         rank_group: the ranks that hold parts of the layer.
         weight_copies: kernel tensors of further backends, by backend.
         token_dispatch: the kernels by number of tokens; None with a single backend.
@@ -89,6 +91,7 @@ class OracleMoEMethod(StockFallback):
     moe_quant_config: Any
     adapter: Adapter
     settings: settings.Settings
+    registry: Registry
     rank_group: rank_sync.RankGroup
     weight_copies: WeightCopies
     token_dispatch: TokenDispatch | None
@@ -120,6 +123,8 @@ class OracleMoEMethod(StockFallback):
         # An attribute, so that `apply` calls no cached function: on a CPU torch.compile traces through it.
         self.adapter = current_adapter()
         layer, name = current_layer()
+        with process_state.kept():  # the first question imports third parties' backends
+            self.registry = default_registry()
         load_summary.start_layer(name)
         self.adapter.require_original(name)
         with rank_sync.notify_on_failure(rank_comparison.make_group(), f"the settings and the shape of {name}"):
@@ -139,7 +144,7 @@ class OracleMoEMethod(StockFallback):
             check_hidden_size(problem, moe.moe_parallel_config.all2all_backend)
             with process_state.kept():
                 measurements = backend_selection.measurements_for(problem, chosen)
-                found = decide(problem, detect.detect(), chosen, moe.moe_backend, measurements=measurements)
+                found = decide(problem, detect.detect(), chosen, moe.moe_backend, self.registry, measurements)
             if alone:
                 backend_selection.require_named(found, chosen)
             return found

@@ -26,7 +26,6 @@ from ..core.decision import Answers, ShardPlan
 from ..core.problem import Problem
 from ..errors import BackendDefect, SelfCheckError
 from ..oracle.checked_backend import watched_calls
-from ..oracle.registry import Registry, default_registry
 from ..settings import env_var
 from ..verification import process_state
 from ..verification.converted_layer import InstalledLayer, WeightParts, skip_reason
@@ -66,7 +65,7 @@ class _Range:
         max_tokens: the range's last number of tokens; None for no limit.
         kernel: vLLM's kernel.
         layer: the layer, or a view of it with this kernel's weights.
-        backend: of a backend beside the layer's own its name; "" for the layer's own.
+        backend: the backend, where it is not the layer's own; None for that.
         experts: what that backend built.
         tensors: its kernel tensors.
     """
@@ -74,7 +73,7 @@ class _Range:
     max_tokens: int | None
     kernel: Any
     layer: Any
-    backend: str = ""
+    backend: Backend | None = None
     experts: Any = None
     tensors: Tensors = field(default_factory=dict)
 
@@ -111,17 +110,16 @@ class TokenDispatch:
         found = next(each for each in self._ranges if each.max_tokens is None or tokens <= each.max_tokens)
         return found.kernel, found.layer
 
-    def installed(self, parts: WeightParts) -> Iterator[tuple[str, Callable[[], InstalledLayer]]]:
-        """What makes the layer as the backends beside its own will serve it, by name.
+    def installed(self, parts: WeightParts) -> Iterator[tuple[Backend, Callable[[], InstalledLayer]]]:
+        """The backends beside the layer's own, each with what makes the layer as it will serve it.
 
         Args:
             parts: of the layer's experts.
         """
-        for each in {each.backend: each for each in self._ranges if each.backend}.values():
-            backend = default_registry()[each.backend]
-            if not skip_reason(backend, parts.problem):
+        for backend, each in {each.backend: each for each in self._ranges}.items():
+            if backend is not None and not skip_reason(backend, parts.problem):
                 given = backend, parts, each.experts, each.layer, each.tensors, self._adapter
-                yield each.backend, functools.partial(InstalledLayer, *given)
+                yield backend, functools.partial(InstalledLayer, *given)
 
     def reserve_workspaces(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
         """Runs the kernels of smaller ranges too when a call has more tokens than any before.
@@ -144,23 +142,21 @@ class TokenDispatch:
                 self._adapter.apply(each.kernel, each.layer, x[part], topk_weights[part], topk_ids[part], {})
 
 
-def prepare_copies(method: DispatchMethod, raw: Tensors, registry: Registry | None = None) -> None:
+def prepare_copies(method: DispatchMethod, raw: Tensors) -> None:
     """Checks the backends beside a method's own, and creates or refills their copies of the weights.
 
     Args:
         method: the layer's method; its decision loses its token ranges when one of the backends is rejected.
         raw: the loaded weights as the scheme's `read` returns them, `[local_experts, ...]` each; not modified.
-        registry: the backends; None for the default registry.
 
     Raises:
         SelfCheckError: one of the backends rejects reloaded weights: its kernel is built, and captured graphs run it;
             or one rejects the weights where the self-check is strict.
         RankSyncError: another rank could not check.
     """
-    registry = registry or default_registry()
     problem = method.decision.problem
     for name in _other_backends(method):
-        backend = registry[name]
+        backend = method.registry[name]
         rejection, of_weights = _rejection(method, backend, raw)
         if rejection and method.token_dispatch is not None:
             rule = f"{name}, which runs beside {method.backend.name}, cannot take the reloaded weights: {rejection}"
@@ -178,7 +174,7 @@ def prepare_copies(method: DispatchMethod, raw: Tensors, registry: Registry | No
             method.decision = dataclasses.replace(method.decision, token_ranges=())
             return
     for name in _other_backends(method):
-        backend, mine = registry[name], _answers(method, name)
+        backend, mine = method.registry[name], _answers(method, name)
         if mine.layout == _answers(method, method.backend.name).layout:
             continue
         new = name not in method.weight_copies
@@ -199,13 +195,12 @@ def build_dispatch(method: DispatchMethod, layer: Any, tensors: Tensors, own_ker
         tensors: kernel tensors of the method's own backend.
         own_kernel: the kernel of the method's own backend.
     """
-    registry = default_registry()
     problem, ranges = method.decision.problem, []
     for each in method.decision.token_ranges:
         if each.backend == method.backend.name:
             ranges.append(_Range(each.max_tokens, own_kernel, layer))
             continue
-        backend, plan = registry[each.backend], _answers(method, each.backend).plan
+        backend, plan = method.registry[each.backend], _answers(method, each.backend).plan
         mine = method.weight_copies.get(each.backend, tensors)
         # A copy of vLLM's config of the layer: some stock classes get their sizes by a change of it.
         moe = copy.copy(method.moe)
@@ -216,7 +211,7 @@ def build_dispatch(method: DispatchMethod, layer: Any, tensors: Tensors, own_ker
             kernel = method.adapter.kernel(moe, quant_config, layer, experts)
         weight_storage.register_buffers(layer, builder.buffers, f"range_{len(ranges)}_")
         view = layer if mine is tensors else _LayerView(layer, mine)
-        ranges.append(_Range(each.max_tokens, kernel, view, each.backend, experts, mine))
+        ranges.append(_Range(each.max_tokens, kernel, view, backend, experts, mine))
     return TokenDispatch(method.adapter, ranges) if ranges else None
 
 
@@ -230,8 +225,8 @@ def check_installed(method: DispatchMethod, parts: WeightParts) -> None:
     Raises:
         SelfCheckError: one of them disagrees with the reference.
     """
-    for name, prepare in method.token_dispatch.installed(parts) if method.token_dispatch is not None else ():
-        backend_check.check_beside(_with_backend(method, default_registry()[name]), prepare)
+    for backend, prepare in method.token_dispatch.installed(parts) if method.token_dispatch is not None else ():
+        backend_check.check_beside(_with_backend(method, backend), prepare)
 
 
 def _with_backend(method: DispatchMethod, backend: Backend) -> LayerMethod:
