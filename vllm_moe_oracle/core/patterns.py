@@ -153,8 +153,7 @@ class BoundedPattern:
             pattern = pattern.replace("[.]", r"\.")
         self._text = pattern
         self._budget = budget
-        literal = _LITERAL.fullmatch(pattern)
-        self._literal = None if literal is None else literal[1].replace("\\", "")
+        self._literal = literal_text(pattern)
         self._whole = pattern.endswith("$")
         if self._literal is None:
             self._compiled = _compile(pattern, budget)
