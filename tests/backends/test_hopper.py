@@ -1,5 +1,7 @@
-"""The backends over this project's kernels: storage holds the checkpoint's weights, one expert at a time; limits say
-where the kernels run. The kernels' numbers are tested on a GPU."""
+"""The backends over this project's kernels: when they are chosen, and what the kernels are given.
+
+That their storage holds the weights is in `test_padding_is_harmless.py`. The kernels' numbers are tested on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lib.cases import GPT_OSS, H200, INT4_G128, MXFP8, RELU2, SILU, problem
+from tests.lib.cases import GPT_OSS, H200, INT4_G128, MXFP8, SILU, problem
 from tests.lib.faulty_backends import MXFP4
 from tests.lib.function_recorder import FunctionRecorder
-from tests.lib.stock_rules import converted
+from tests.lib.stock_rules import converted, experts
 from vllm_moe_oracle.backends import _hopper_warmup
 from vllm_moe_oracle.backends.hopper_mxfp8 import BACKEND
 from vllm_moe_oracle.backends.hopper_mxfp8_w8a8 import BACKEND as W8A8
@@ -22,28 +24,10 @@ from vllm_moe_oracle.kernels.config import choose_config
 from vllm_moe_oracle.kernels.launch_config import LaunchConfig
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide
-from vllm_moe_oracle.schemes import mxfp8
 from vllm_moe_oracle.settings import load
 
-LAYERS = {
-    "gated": problem(experts=3, top_k=2, hidden_size=160, intermediate_size=96, activation=SILU),
-    "plain": problem(experts=2, top_k=1, hidden_size=64, intermediate_size=32, activation=RELU2),
-    "biased": problem(experts=2, top_k=2, hidden_size=128, intermediate_size=192, activation=GPT_OSS, has_bias=True),
-}
-
-
-def canonical(layer: Any) -> dict[str, torch.Tensor]:
-    """Random canonical weights, with scales that differ by up to 40 binades within a row."""
-    generator = torch.Generator().manual_seed(0)
-    made = {}
-    for name, shape in mxfp8.shapes(layer).items():
-        if name.endswith("_bias"):
-            made[name] = torch.randn(shape, generator=generator)
-        elif name.endswith("_scale"):
-            made[name] = torch.randint(100, 140, shape, dtype=torch.uint8, generator=generator)
-        else:
-            made[name] = torch.randint(0, 127, shape, dtype=torch.uint8, generator=generator).view(torch.float8_e4m3fn)
-    return made
+GATED = problem(experts=3, top_k=2, hidden_size=160, intermediate_size=96, activation=SILU)
+BIASED = problem(experts=2, top_k=2, hidden_size=128, intermediate_size=192, activation=GPT_OSS, has_bias=True)
 
 
 def test_without_measurements_they_are_taken_only_by_name() -> None:
@@ -82,8 +66,8 @@ def test_allowing_quantized_activations_makes_them_a_mere_candidate() -> None:
 
 @pytest.mark.parametrize("backend", [BACKEND, W8A8], ids=lambda each: each.name)
 def test_the_kernels_are_given_everything_that_the_layer_has(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
-    layer = LAYERS["biased"]
-    tensors = converted(backend.name, canonical(layer), layer, H200)
+    layer = BIASED
+    tensors = converted(backend.name, experts(layer, layer.local_experts), layer, H200)
     seen: dict[str, Any] = {}
     monkeypatch.setattr(
         "vllm_moe_oracle.kernels.fused_moe.fused_moe", lambda *args, **kwargs: seen.update(kwargs, args=args)
@@ -132,15 +116,15 @@ def test_one_kernel_for_all_numbers_of_tokens_hands_over_nowhere() -> None:
 
 def test_scratch_memory_grows_with_tokens_up_to_what_vllm_planned() -> None:
     layer = problem(experts=8, top_k=2, hidden_size=256, intermediate_size=128)
-    tensors, plan = converted(BACKEND.name, canonical(layer), layer, H200), BACKEND.plan(layer, H200)
-    _, nbytes = BACKEND.build_experts(tensors, layer, plan, FunctionRecorder(max_tokens=300))  # type: ignore[arg-type]
+    tensors = converted(BACKEND.name, experts(layer, layer.local_experts), layer, H200)
+    _, nbytes = BACKEND.build_experts(tensors, layer, BACKEND.plan(layer, H200), FunctionRecorder(max_tokens=300))  # type: ignore[arg-type]
     needs = [nbytes(tokens, 2) for tokens in range(301)]
     assert needs == sorted(needs)
     assert needs[0] == 0 < needs[1]
 
 
 def test_warming_up_says_how_long_it_took_and_happens_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = LAYERS["gated"]
+    layer = GATED
     calls: list[Any] = []
     said: list[str] = []
     monkeypatch.setattr(_hopper_warmup, "_warm_counts", {})

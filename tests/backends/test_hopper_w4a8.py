@@ -12,15 +12,14 @@ import torch
 from tests.lib.cases import GPT_OSS, H200, SILU, problem
 from tests.lib.function_recorder import FunctionRecorder
 from tests.lib.peak_memory import Peak
-from tests.lib.stock_rules import converted
-from vllm_moe_oracle.backends import hopper_mxfp4
+from tests.lib.stock_rules import converted, expert, experts
 from vllm_moe_oracle.backends.hopper_mxfp4_w4a8 import BACKEND
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.core.problem import Problem, Scheme
 from vllm_moe_oracle.layouts import wgmma_fragments
 from vllm_moe_oracle.oracle.registry import discover
 from vllm_moe_oracle.oracle.selection import decide
-from vllm_moe_oracle.schemes import fp8_token, mxfp4
+from vllm_moe_oracle.schemes import fp8_token
 from vllm_moe_oracle.settings import load
 
 MXFP4 = Scheme("mxfp4", 4, 32, "mxfp4")
@@ -34,18 +33,9 @@ LAYERS = {
 }
 
 
-def canonical(layer: Problem, spread: int = 10) -> dict[str, torch.Tensor]:
-    """Random canonical weights, with scales that differ by less than `spread` binades."""
-    generator = torch.Generator().manual_seed(0)
-    made = {}
-    for name, shape in mxfp4.shapes(layer).items():
-        if name.endswith("_bias"):
-            made[name] = torch.randn(shape, generator=generator)
-        else:
-            high = 120 + spread if name.endswith("_scale") else 256
-            low = 120 if name.endswith("_scale") else 0
-            made[name] = torch.randint(low, high, shape, dtype=torch.uint8, generator=generator)
-    return made
+def fitting_expert(layer: Problem) -> dict[str, torch.Tensor]:
+    """Random canonical weights of an expert, with scales that differ by less than 10 binades."""
+    return {name: each % 10 + 120 if name.endswith("_scale") else each for name, each in expert(layer).items()}
 
 
 def verdict(decision: Decision) -> list[str]:
@@ -95,20 +85,6 @@ def test_it_runs_every_number_of_tokens_alone_where_it_must() -> None:
     assert decide(LAYERS["oai"], H200, disabled).token_ranges == ()
 
 
-@pytest.mark.parametrize("name", list(LAYERS))
-def test_weights_are_stored_as_for_16_bit_activations(name: str) -> None:
-    """So that a layer can run both kernels on one copy."""
-    layer = LAYERS[name]
-    plan, weights = BACKEND.plan(layer, H200), canonical(layer)
-    assert BACKEND.layout(layer, plan) == hopper_mxfp4.BACKEND.layout(layer, plan)
-    for expert in range(layer.local_experts):
-        one = {key: tensor[expert] for key, tensor in weights.items()}
-        assert BACKEND.validate_weights(one, layer) == ""
-        stored, others = (each.convert(one, layer, plan) for each in (BACKEND, hopper_mxfp4.BACKEND))
-        assert stored.keys() == others.keys()
-        assert all(torch.equal(bits(tensor), bits(others[key])) for key, tensor in stored.items())
-
-
 @pytest.mark.parametrize("code", range(16))
 @pytest.mark.parametrize("below", range(wgmma_fragments.MAX_E4M3_SPREAD + 1))
 def test_every_code_is_a_number_of_e4m3(code: int, below: int) -> None:
@@ -123,7 +99,7 @@ def test_every_code_is_a_number_of_e4m3(code: int, below: int) -> None:
 
 def test_a_row_that_does_not_fit_is_named_with_its_scales() -> None:
     layer = LAYERS["silu"]
-    one = {key: tensor[0] for key, tensor in canonical(layer).items()}
+    one = fitting_expert(layer)
     one["w2"][7] = 0x11  # 0.5 everywhere
     one["w2_scale"][7] = 100
     one["w2_scale"][7, 0] = 111
@@ -139,19 +115,15 @@ def test_a_row_that_does_not_fit_is_named_with_its_scales() -> None:
 
 def test_looking_at_an_experts_scales_takes_few_operations() -> None:
     layer = problem(scheme=MXFP4, experts=2, top_k=2, hidden_size=2880, intermediate_size=2880, activation=GPT_OSS)
-    one = {key: each[0] for key, each in canonical(layer).items()}
+    one = fitting_expert(layer)
     with Peak() as found:
         assert BACKEND.validate_weights(one, layer) == ""
     assert found.starts <= 2 * 12 + 4
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
 def test_the_kernels_are_given_everything_that_the_layer_has(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LAYERS["oai"]
-    tensors, plan = converted(BACKEND.name, canonical(layer), layer, H200), BACKEND.plan(layer, H200)
+    tensors, plan = converted(BACKEND.name, experts(layer, 2), layer, H200), BACKEND.plan(layer, H200)
     seen: dict[str, Any] = {}
     monkeypatch.setattr(
         "vllm_moe_oracle.kernels.fp8_moe.fused_moe_fp8", lambda *args, **kwargs: seen.update(kwargs, args=args)

@@ -34,7 +34,7 @@ from tests.lib.stock_rules import (
 from vllm_moe_oracle.backends._padding import pad_expert
 from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.core.decision import ShardPlan
-from vllm_moe_oracle.core.problem import Activation, Device, Routing
+from vllm_moe_oracle.core.problem import Activation, Routing
 from vllm_moe_oracle.devices.detect import detect
 from vllm_moe_oracle.errors import NoBackendError, OracleError
 from vllm_moe_oracle.oracle.registry import discover
@@ -187,23 +187,6 @@ def test_our_own_kernels_come_after_stocks_however_they_were_timed() -> None:
         assert (decision.backend, decision.why) == ("triton_mxfp4_monolithic", "static")
         accepted = [each.backend for each in decision.candidates if each.accepted]
         assert accepted[-2:] == ["hopper_mxfp4", "emulation"]
-
-
-@pytest.mark.parametrize(
-    ("name", "device", "chosen"),
-    [
-        ("marlin", gpu(90), "marlin_mxfp4"),
-        ("humming", gpu(90), "humming_mxfp4"),
-        ("triton", gpu(90), "triton_mxfp4_monolithic"),
-        ("triton_unfused", gpu(100), "triton_mxfp4_unfused"),
-        ("emulation", gpu(90), "emulation"),
-        ("cpu", CPU, "cpu_mxfp4"),
-        ("auto", CPU, "cpu_mxfp4"),
-        ("auto", gpu(89), "marlin_mxfp4"),
-    ],
-)
-def test_vllms_names_choose_as_in_stock(name: str, device: Device, chosen: str) -> None:
-    assert decide(gpt_oss_layer(), device, Settings(), moe_backend=name).backend == chosen
 
 
 def test_batch_invariance_gets_a_proven_kernel_or_an_error() -> None:

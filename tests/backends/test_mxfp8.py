@@ -248,23 +248,6 @@ def test_schemes_without_activation_quantization_are_theirs_too() -> None:
 # --- Explicit choices ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "capability", "chosen"),
-    [
-        ("marlin", 90, "marlin_mxfp8"),
-        ("humming", 90, "humming_mxfp8"),
-        ("emulation", 90, "emulation"),
-        ("flashinfer_trtllm", 100, "trtllm_mxfp8_monolithic"),
-        ("deep_gemm", 103, "deep_gemm_mxfp8"),
-        ("auto", 90, "humming_mxfp8"),
-    ],
-)
-def test_vllms_names_choose_as_in_stock(name: str, capability: int, chosen: str) -> None:
-    decision = decide(layer(), gpu(capability), Settings(), moe_backend=name)
-    assert decision.backend == chosen
-    assert decision.why == ("static" if name == "auto" else "user")
-
-
 def test_a_named_kernel_for_another_card_is_refused_with_its_reason() -> None:
     with pytest.raises(NoBackendError, match=r"needs compute capability .*sm_100.*sm_90"):
         decide(layer(), gpu(90), Settings(), moe_backend="flashinfer_trtllm")

@@ -237,21 +237,6 @@ def test_choices(changes: dict[str, Any], capability: int, chosen: str) -> None:
     assert (decision.backend, decision.why) == (chosen, "static")
 
 
-@pytest.mark.parametrize(
-    ("name", "capability", "chosen"),
-    [
-        ("marlin", 90, "marlin_wna16"),
-        ("humming", 90, "humming_wna16"),
-        ("triton", 90, "triton_wna16"),
-        ("emulation", 90, "emulation"),
-        ("flashinfer_trtllm", 100, "trtllm_mxint4"),
-    ],
-)
-def test_vllms_names_choose_as_in_stock(name: str, capability: int, chosen: str) -> None:
-    layer = usual("trtllm_mxint4")
-    assert decide(layer, gpu(capability), Settings(), moe_backend=name).backend == chosen
-
-
 def test_an_explicit_choice_is_kept_where_another_would_win() -> None:
     """Stock takes Marlin for a layer that Marlin can run, whatever the user asked for."""
     decision = decide(usual("triton_wna16"), gpu(90), Settings(), moe_backend="triton")
