@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from tests.lib import faulty_backends as lib
 from tests.lib.cases import CPU, MXFP8, MXFP8_W8A8, SILU, problem
-from tests.lib.faulty_backends import MXFP4, OAI, Faulty, check, weights
+from tests.lib.faulty_backends import MXFP4, OAI, Call, Compute, Faulty, check, reads, then, weights
 from tests.lib.tiers import each_once
 from vllm_moe_oracle.backends.emulation import expert_outputs, forward
 from vllm_moe_oracle.compat import current_adapter
@@ -32,16 +33,12 @@ LAYERS = {
 ALL = list(LAYERS)
 
 
-def on_x(change: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+def on_x(change: Callable[[Tensor], Tensor]) -> Compute:
     """The right kernel on other tokens."""
-
-    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, *more: Any) -> None:
-        forward(tensors, layer, out, change(x).to(x.dtype), *more)
-
-    return compute
+    return reads(x=lambda call: change(call.x).to(call.x.dtype))
 
 
-def saturates(most: float) -> Callable[..., None]:
+def saturates(most: float) -> Compute:
     """Converts tokens to a type that ends there, with one scale for all of a call that a calibration chose."""
     return on_x(lambda x: x.clamp(-most, most))
 
@@ -61,51 +58,36 @@ def in_float16(tensors: Any, layer: Problem, out: Tensor, x: Tensor, w: Tensor, 
     out.copy_(total)
 
 
-def changes(which: int) -> Callable[..., None]:
-    """Leaves other routing weights (1) or ids (2) than it got."""
-
-    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, *more: Any) -> None:
-        forward(tensors, layer, out, x, *more)
-        more[which - 1][-1, -1] += 1
-
-    return compute
-
-
-def few_places(tensors: Any, layer: Problem, out: Tensor, x: Tensor, w: Tensor, ids: Tensor, *more: Any) -> None:
-    """Each expert takes 56 rows; further ones are dropped."""
-    rank = torch.zeros_like(ids)
-    for expert in ids.unique():
-        mine = ids == expert
-        rank[mine] = torch.arange(int(mine.sum()), dtype=ids.dtype)
-    forward(tensors, layer, out, x, w, ids.masked_fill(rank >= 56, -1), *more)
+def few_places(call: Call) -> Tensor:
+    """Ids of which each takes 56 rows; further ones are dropped."""
+    rank = torch.zeros_like(call.ids)
+    for expert in call.ids.unique():
+        mine = call.ids == expert
+        rank[mine] = torch.arange(int(mine.sum()), dtype=rank.dtype)
+    return call.ids.masked_fill(rank >= 56, -1)
 
 
-def only_at_starts(tensors: Any, layer: Problem, out: Tensor, x: Tensor, *more: Any) -> None:
-    """Reads from where the storage begins."""
-    forward(tensors, layer, out, torch.as_strided(x, x.shape, x.stride(), 0), *more)
+def neighbors(call: Call) -> Tensor | None:
+    """A map that takes a rank's experts for neighbors in ascending order."""
+    if call.places is None:
+        return None
+    first, count = int((call.places >= 0).nonzero()[0]), int((call.places >= 0).sum())
+    index = torch.arange(len(call.places), dtype=call.places.dtype) - first
+    return index.masked_fill((index < 0) | (index >= count), -1)
 
 
-def neighbors(tensors: Any, layer: Problem, out: Tensor, x: Tensor, w: Tensor, ids: Tensor, places: Any) -> None:
-    """Takes a rank's experts for neighbors in ascending order."""
-    if places is not None:
-        first, count = int((places >= 0).nonzero()[0]), int((places >= 0).sum())
-        index = torch.arange(len(places), dtype=places.dtype) - first
-        places = index.masked_fill((index < 0) | (index >= count), -1)
-    forward(tensors, layer, out, x, w, ids, places)
+def writes_beside(what: str, rows: int) -> Compute:
+    """The right output, and zeros in a row of the memory of the output or of what the kernel gets, so many rows from
+    their first one; where the memory is another's, nothing is written."""
 
-
-def writes_beside(which: int, rows: int) -> Callable[..., None]:
-    """The right output, and zeros in a row of the tokens' (1) or the output's (0) memory, so many rows from their first
-    one; where the memory is another's, nothing is written."""
-
-    def compute(tensors: Any, layer: Problem, *more: Any) -> None:
-        forward(tensors, layer, *more)
-        near, width = more[which], layer.hidden_size
+    def change(call: Call) -> None:
+        near: Tensor = getattr(call, what)
+        width = near.shape[1]
         place = near.storage_offset() + (rows if rows < 0 else rows + len(near)) * width
         if 0 <= place <= near.untyped_storage().nbytes() // near.element_size() - width:
             torch.as_strided(near, (width,), (1,), place).zero_()
 
-    return compute
+    return then(change)
 
 
 def one_scale(x: Tensor) -> Tensor:
@@ -114,59 +96,46 @@ def one_scale(x: Tensor) -> Tensor:
     return (x.float() / scale).to(torch.float8_e4m3fn).float() * scale
 
 
-def spreads(rows: int, large: bool = False) -> Callable[..., None]:
+def spreads(rows: int, large: bool = False) -> Compute:
     """Adds 0 times the tokens in blocks of so many, as a product with a matrix of zeros and ones does; in large calls
     alone, or in small ones."""
 
-    def change(out: Tensor, x: Tensor, w: Tensor, ids: Tensor) -> None:
-        if (len(x) > 600) is large:
-            for some in torch.arange(len(x)).split(rows):
-                out[some] += (x[some].sum(0) * 0.0).to(out.dtype)
+    def change(call: Call) -> None:
+        if (len(call.x) > 600) is large:
+            for some in torch.arange(len(call.x)).split(rows):
+                call.out[some] += (call.x[some].sum(0) * 0.0).to(call.out.dtype)
 
-    return changed(change)
+    return then(change)
 
 
-class Stale:
+def stale() -> Compute:
     """Remembers the experts of the first call of each size."""
-
-    def __init__(self) -> None:
-        self._ids: dict[int, Tensor] = {}
-
-    def __call__(self, tensors: Any, layer: Problem, out: Tensor, x: Tensor, w: Tensor, ids: Tensor, *m: Any) -> None:
-        forward(tensors, layer, out, x, w, self._ids.setdefault(len(x), ids.clone()), *m)
+    kept: dict[int, Tensor] = {}
+    return reads(ids=lambda call: kept.setdefault(len(call.x), call.ids.clone()))
 
 
-class Kept:
+def kept() -> Compute:
     """Adds what it left in a workspace of its own, beyond the rows of the last call."""
+    held = torch.zeros(65, 256)
 
-    def __init__(self) -> None:
-        self._held = torch.zeros(65, 256)
+    def change(call: Call) -> None:
+        if 1 < (tokens := len(call.x)) <= 65:
+            call.out[0] += held[tokens - 2].to(call.out.dtype)
+            held[:tokens] = call.out.float()
 
-    def __call__(self, tensors: Any, layer: Problem, out: Tensor, x: Tensor, *more: Any) -> None:
-        forward(tensors, layer, out, x, *more)
-        if 1 < len(x) <= 65:
-            out[0] += self._held[len(x) - 2].to(out.dtype)
-            self._held[: len(x)] = out.float()
-
-
-def changed(change: Callable[[Tensor, Tensor, Tensor, Tensor], object]) -> Callable[..., None]:
-    """The right output, then changed by a function of it, the tokens, the weights and the ids."""
-
-    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, w: Tensor, ids: Tensor, *more: Any) -> None:
-        forward(tensors, layer, out, x, w, ids, *more)
-        change(out, x, w, ids)
-
-    return compute
+    return then(change)
 
 
-def wrong_where(choose: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., None]:
-    """Rows of the output that `choose` selects by tokens, weights and ids are off by a half."""
-    return changed(lambda out, x, w, ids: out.mul_(torch.where(choose(x, w, ids), 1.5, 1.0)[:, None].to(out.dtype)))
+def wrong_where(choose: Callable[[Call], Tensor]) -> Compute:
+    """Rows of the output that `choose` selects are off by a half."""
+    return then(lambda call: call.out.mul_(torch.where(choose(call), 1.5, 1.0)[:, None].to(call.out.dtype)))
 
 
-def rows(x: Tensor) -> Tensor:
-    return torch.arange(len(x))
+def rows(call: Call) -> Tensor:
+    return torch.arange(len(call.x))
 
+
+BESIDE = {"output": "out", "tokens": "x", "routing weights": "weights", "expert ids": "ids"}
 
 FAULTS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "only a token's first id": (lambda: lib.neighbors_of_the_first, ALL),
@@ -183,54 +152,53 @@ FAULTS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: on_x(lambda x: x.masked_fill(x.abs() < x.abs().amax(-1, keepdim=True) / 16, 0)),
         ALL,
     ),
-    "routing weights changed": (lambda: changes(1), ALL),
-    "ids changed": (lambda: changes(2), ALL),
-    "places for 56 rows": (lambda: few_places, ALL),
-    "storage from its start": (lambda: only_at_starts, ALL),
-    "row before the tokens": (lambda: writes_beside(1, -1), ALL),
-    "row after the tokens": (lambda: writes_beside(1, 0), ALL),
-    "row before the output": (lambda: writes_beside(0, -1), ALL),
-    "row after the output": (lambda: writes_beside(0, 0), ALL),
+    "routing weights changed": (lambda: then(lambda call: call.weights[-1, -1].add_(1)), ALL),
+    "ids changed": (lambda: then(lambda call: call.ids[-1, -1].add_(1)), ALL),
+    "places for 56 rows": (lambda: reads(ids=few_places), ALL),
+    "storage from its start": (lambda: on_x(lambda x: torch.as_strided(x, x.shape, x.stride(), 0)), ALL),
+    **{
+        f"row {where} the {what}": (functools.partial(writes_beside, field, rows), ALL)
+        for what, field in BESIDE.items()
+        for where, rows in (("before", -1), ("after", 0))
+    },
+    "last guarded bytes after the ids": (lambda: writes_beside("ids", 60 // SMALL["top_k"]), ALL),
     "NaN of a token spreads": (lambda: spreads(65), ALL),
     "NaN of a token spreads in blocks of 4": (lambda: spreads(4), ALL),
     "one scale for all tokens": (lambda: on_x(one_scale), ["W8A8", "FP8 by token"]),
     "NaN without weights": (
-        lambda: changed(lambda o, x, w, ids: o.masked_fill_((w == 0).all(-1)[:, None], math.nan)),
+        lambda: then(lambda call: call.out.masked_fill_((call.weights == 0).all(-1)[:, None], math.nan)),
         ALL,
     ),
-    "stale experts": (Stale, ALL),
-    "own workspace": (Kept, ALL),
-    "last block of columns, last token": (lambda: changed(lambda out, *_: out[-1, -32:].mul_(1.5)), ALL),
-    "first column": (lambda: changed(lambda out, *_: out[:, 0].zero_()), ALL),
-    "every 32nd token": (lambda: wrong_where(lambda x, w, ids: rows(x) % 32 == 31), ALL),
-    "tokens 48 to 63": (lambda: wrong_where(lambda x, w, ids: rows(x) // 16 == 3), ALL),
-    "last expert": (lambda: wrong_where(lambda x, w, ids: (ids == ids.max()).any(-1)), ALL),
-    "expert 0 in the last slot": (lambda: wrong_where(lambda x, w, ids: ids[:, -1] == 0), ALL),
-    "weights above 1": (lambda: wrong_where(lambda x, w, ids: (w > 1).any(-1)), ALL),
-    "small weights dropped": (
-        lambda: lambda t, p, o, x, w, ids, *m: forward(t, p, o, x, w * (w > 0.15), ids, *m),
-        ALL,
-    ),
+    "stale experts": (stale, ALL),
+    "own workspace": (kept, ALL),
+    "last block of columns, last token": (lambda: lib.after(lambda out: out[-1, -32:].mul_(1.5)), ALL),
+    "first column": (lambda: lib.after(lambda out: out[:, 0].zero_()), ALL),
+    "every 32nd token": (lambda: wrong_where(lambda call: rows(call) % 32 == 31), ALL),
+    "tokens 48 to 63": (lambda: wrong_where(lambda call: rows(call) // 16 == 3), ALL),
+    "last expert": (lambda: wrong_where(lambda call: (call.ids == call.ids.max()).any(-1)), ALL),
+    "expert 0 in the last slot": (lambda: wrong_where(lambda call: call.ids[:, -1] == 0), ALL),
+    "weights above 1": (lambda: wrong_where(lambda call: (call.weights > 1).any(-1)), ALL),
+    "small weights dropped": (lambda: reads(weights=lambda call: call.weights * (call.weights > 0.15)), ALL),
     "weights in 3 bits": (
-        lambda: lambda t, p, o, x, w, ids, *m: forward(t, p, o, x, w.to(torch.float8_e5m2).float(), ids, *m),
+        lambda: reads(weights=lambda call: call.weights.to(torch.float8_e5m2).float()),
         ["16 bit", "gpt-oss", "float16"],
     ),
-    "experts sorted by id": (
-        lambda: lambda t, p, o, x, w, ids, *m: forward(t, p, o, x, w, ids.sort(-1).values, *m),
+    "experts sorted by id": (lambda: reads(ids=lambda call: call.ids.sort(-1).values), ALL),
+    "all tokens alike are one": (
+        lambda: wrong_where(lambda call: (call.x == call.x[:1]).all().expand(len(call.x))),
         ALL,
     ),
-    "all tokens alike are one": (lambda: wrong_where(lambda x, w, ids: (x == x[:1]).all().expand(len(x))), ALL),
-    "more than 64 in all experts": (lambda: wrong_where(lambda x, w, ids: rows(x) * ids.shape[1] >= 250), ALL),
+    "more than 64 in all experts": (lambda: wrong_where(lambda call: rows(call) * call.ids.shape[1] >= 250), ALL),
     "adds to what the output held": (
         lambda: lambda t, p, o, x, *m: (lambda before: (forward(t, p, o, x, *m), o.add_(before)))(o.clone()),
         ALL,
     ),
     "output in 5 bits": (
-        lambda: changed(lambda out, *_: out.copy_((out.float() * 1.0).to(torch.float8_e4m3fn).to(out.dtype))),
+        lambda: lib.after(lambda out: out.copy_((out.float() * 1.0).to(torch.float8_e4m3fn).to(out.dtype))),
         ["16 bit", "float16"],
     ),
     "tokens in another order from 33 on": (
-        lambda: changed(lambda out, *_: out.copy_(out.flip(0)) if len(out) > 32 else out),
+        lambda: lib.after(lambda out: out.copy_(out.flip(0)), lambda tokens: tokens > 32),
         ALL,
     ),
     "largest values cut off by a quarter": (lambda: on_x(lambda x: x.clamp(max=float(x.abs().max()) * 0.75)), ALL),
@@ -246,7 +214,7 @@ def test_a_fault_is_caught(name: str, layer: str) -> None:
     beside = {
         f"row {where} the {what}": f"has written before or after its {what}"
         for where in ("before", "after")
-        for what in ("tokens", "output")
+        for what in BESIDE
     }
     assert (words | beside).get(name, "") in result.fault
 
@@ -261,12 +229,12 @@ def test_a_token_of_nan_is_among_many(layer: str) -> None:
 
 
 def test_the_output_of_a_token_of_nan_may_be_anything() -> None:
-    def forgives(out: Tensor, x: Tensor, w: Tensor, ids: Tensor) -> None:
-        seen.append(len(x)) if x.isnan().any() else None
-        out[x.isnan().any(-1)] = 7.0
+    def forgives(call: Call) -> None:
+        seen.append(len(call.x)) if call.x.isnan().any() else None
+        call.out[call.x.isnan().any(-1)] = 7.0
 
     seen: list[int] = []
-    assert check(Faulty("forgives", compute=changed(forgives)), LAYERS["16 bit"], weights(LAYERS["16 bit"])).passed
+    assert check(Faulty("forgives", compute=then(forgives)), LAYERS["16 bit"], weights(LAYERS["16 bit"])).passed
     assert seen == [inputs.NUM_TOKENS]
 
 
@@ -274,7 +242,7 @@ def test_the_output_of_a_token_of_nan_may_be_anything() -> None:
 def test_experts_that_are_no_neighbors(layer: str) -> None:
     spread = dataclasses.replace(LAYERS[layer], local_experts=8, parallel=Parallel(ep=2))
     loaded = {key: tensor[:8] for key, tensor in weights(LAYERS[layer]).items()}
-    for compute, passes in ((forward, True), (neighbors, False)):
+    for compute, passes in ((forward, True), (reads(places=neighbors), False)):
         assert check(Faulty("spread", compute=compute), spread, loaded).passed is passes
 
 

@@ -49,6 +49,11 @@ _HOST_VALUES = 1 << 24
 """Weights of one matrix that repeated calls read in all, where there is no GPU."""
 
 
+_GUARD_BYTES = 256
+"""Bytes before and after what a kernel gets besides the tokens, which begins at a multiple of them, as torch's memory
+does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """A kernel compared with the reference on this rank.
@@ -213,26 +218,28 @@ class Calls:
         self._outputs: list[Tensor] = []
         self._after: dict[str, list[Tensor]] = {name: [] for name in (*given, *self._whole)}
         self._settings: list[list[str]] = []
-        self._beside: list[Tensor] = []  # whether memory beside the tokens and beside the output was changed
-        self._untouched = torch.zeros(2, dtype=torch.bool, device=reference.expected.device)
+        # Of calls between other rows: those after the call, and whether the output's guards were changed.
+        self._beside: list[tuple[Tensor, Tensor] | None] = []
+        self._untouched = torch.zeros((), dtype=torch.bool, device=reference.expected.device)
         self._memory: dict[tuple[str, int], Tensor] = {}
+        self._guards: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
 
     @torch.inference_mode()
     def make(self, rows: Tensor, poisoned: bool = True, spoiled: bool = False) -> None:
         """One call with rows `[M]` of the tokens, on memory that holds NaN, or what it held before. The host does not
         wait for the device. The call is made in torch's inference mode, as a server makes all of its own.
 
-        Tensors of a call on memory that holds NaN begin where their storage begins. The tokens of other calls are part
+        The tokens of a call on memory that holds NaN begin where their storage begins. Those of other calls are part
         of a larger tensor, as vLLM's are where it splits a batch: the kernel may read the rows before and after them,
-        and not change them. Their output lies between guards, too. Calls of as many tokens find theirs in the same
-        memory, as in a CUDA graph: a kernel may keep what it has computed by the address. `spoiled` says that one of
-        the rows is the token of NaN.
+        and not change them. Their output lies between guards, and what else the kernel gets does in all calls. Calls of
+        as many tokens find theirs in the same memory, as in a CUDA graph: a kernel may keep what it has computed by the
+        address. `spoiled` says that one of the rows is the token of NaN.
         """
         x, *others = self._given
         guards: list[Tensor] | None = None if poisoned else []
         # The last row is of a token that is not zero.
         around = rows if poisoned else torch.cat((rows[-1:], rows, rows[-1:]))
-        held = self._given[x][rows] if poisoned else self._in_place(x, around)
+        held = self._given[x][rows] if poisoned else self._in_place(x, around, 0)
         given = [held if poisoned else held[1:-1], *(self._in_place(each, rows) for each in others)]
         if spoiled:
             self._with_spoiled.add(len(self._rows))
@@ -244,17 +251,12 @@ class Calls:
             self._outputs.append(output.clone() if uncompared is None else output.masked_fill(uncompared, 0.0))
         # The first calls may import and compile.
         self._settings.append([] if poisoned else changed)
-        self._beside.append(self._untouched if guards is None else self._changed_beside(held, around, guards))
+        # A kernel that routes has an output of its own.
+        changed_guards = (torch.cat(guards) != GUARD_BYTE).any() if guards else self._untouched
+        self._beside.append(None if guards is None else (held[:: len(held) - 1].clone(), changed_guards))
         whole = [each for each, _ in self._whole.values()]
         for each, after in zip((*given, *whole), self._after.values(), strict=True):
             after.append(each.clone())
-
-    def _changed_beside(self, held: Tensor, around: Tensor, guards: list[Tensor]) -> Tensor:
-        """Whether a call has changed the rows before and after its tokens, and its output's guards; bool `[2]`."""
-        kept = self._given[next(iter(self._given))][around[:1]]
-        tokens = (_bits(held[:1]) != _bits(kept)).any() | (_bits(held[-1:]) != _bits(kept)).any()
-        changed = [(each != GUARD_BYTE).any() for each in guards]
-        return torch.stack((tokens, torch.stack(changed).any() if changed else self._untouched[1]))
 
     def make_all(self, planned: Sequence[tuple[Tensor, bool]]) -> None:
         """Calls in turn: the rows of each on the CPU, and whether its memory holds NaN."""
@@ -264,11 +266,18 @@ class Calls:
         for rows, (numbers, poisoned) in zip(places, planned, strict=True):
             self.make(rows, poisoned, self._spoiled is not None and bool((numbers == self._spoiled).any()))
 
-    def _in_place(self, name: str, rows: Tensor) -> Tensor:
-        """Rows of a tensor that the kernel gets, in the memory of an earlier call of as many."""
-        found = self._given[name][rows]
-        kept = self._memory.setdefault((name, len(rows)), found)
-        return kept if kept is found else kept.copy_(found)
+    def _in_place(self, name: str, rows: Tensor, guard: int = _GUARD_BYTES) -> Tensor:
+        """Rows of a tensor that the kernel gets, in the memory of an earlier call of as many, between guards of so many
+        bytes."""
+        given, key = self._given[name], (name, len(rows))
+        if key not in self._memory:
+            size = len(rows) * given[0].nbytes
+            memory = torch.full((size + 2 * guard,), GUARD_BYTE, dtype=torch.uint8, device=given.device)
+            before, inner, after = torch.split(memory, [guard, size, guard])
+            self._memory[key] = inner.view(given.dtype).view(len(rows), *given.shape[1:])
+            if guard:
+                self._guards[key] = before, after
+        return torch.index_select(given, 0, rows, out=self._memory[key])
 
     def result(self, start: float) -> Comparison:
         """All calls together.
@@ -278,13 +287,37 @@ class Calls:
         """
         excesses = bounds.excesses(self._outputs, self._reference, self._rows).unsqueeze(-1)
         allowed = self._reference.tolerance.expand(excesses.shape)
-        # The host waits for the device here, once for all calls.
-        beside = torch.stack(self._beside).to(torch.float32)
-        figures = torch.cat((excesses, allowed, beside, self._changes()), -1).cpu()
+        figures, written = self._on_host(torch.cat((excesses, allowed, self._changed_beside(), self._changes()), -1))
         worst, tolerance = float(figures[:, 0].amax()), float(figures[0, 1])
         faults = (self._fault(index, each[0], *each[2:]) for index, each in enumerate(figures.tolist()))
-        fault = next(filter(None, faults), "")
+        fault = next(filter(None, faults), written)
         return Comparison(worst * tolerance, tolerance, time.perf_counter() - start, "", fault)
+
+    def _on_host(self, figures: Tensor) -> tuple[Tensor, str]:
+        """Figures on the CPU, and in words into which guards a kernel has written; "" for none. The host waits for the
+        device here, once for all calls."""
+        guards = torch.stack([torch.cat(pair) for pair in self._guards.values()])
+        changed = (guards != GUARD_BYTE).any(-1).to(figures.dtype)
+        together = torch.cat((figures.flatten(), changed)).cpu()
+        written = itertools.compress(self._guards, together[figures.numel() :].tolist())
+        words = (
+            f"a call of {count} tokens: the kernel has written before or after its {name}" for name, count in written
+        )
+        return together[: figures.numel()].view(figures.shape), next(words, "")
+
+    def _changed_beside(self) -> Tensor:
+        """Whether each call has changed the rows before and after its tokens, and its output's guards, float32
+        `[calls, 2]`: 1 if so."""
+        untouched = self._reference.expected.new_zeros(2)
+        held = [each for each in self._beside if each is not None]
+        if not held:
+            return untouched.expand(len(self._rows), 2)
+        lasts = [rows[-1:] for rows, each in zip(self._rows, self._beside, strict=True) if each is not None]
+        kept = self._given[next(iter(self._given))][torch.stack(lasts)]
+        tokens = (_bits(torch.stack([rows for rows, _ in held])) != _bits(kept)).flatten(1).any(-1)
+        outputs = torch.stack([changed for _, changed in held])
+        found = iter(torch.stack((tokens, outputs), -1).to(untouched.dtype))
+        return torch.stack([untouched if each is None else next(found) for each in self._beside])
 
     def _changes(self) -> Tensor:
         """Whether each call has changed each tensor that the kernel got, float32 `[calls, tensors]`: 1 if so."""
