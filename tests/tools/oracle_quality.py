@@ -58,7 +58,7 @@ class Row:
         tokens: rows of the input.
         choice: the backend that the oracle runs there.
         why: what decided; `UNCERTAIN` where predictions left the static choice, and a server measures the layer at its
-            first start.
+            first start; static where one backend alone can run the layer: no choice, and in no summary.
         us: its time in the benchmark.
         best: the fastest backend that computes the same.
         best_us: its time.
@@ -161,7 +161,7 @@ def table(found: list[Row], sources: list[str]) -> str:
     ]
     parts = {
         "Choices by shipped times of another run than these:": [
-            row for row in found if row.apart and row.why not in ("predicted", UNCERTAIN)
+            row for row in found if row.apart and row.why == "measured"
         ],
         "Choices by predictions, for layers that neither a profile nor the latency model's fit has:": [
             row for row in found if row.why == "predicted"
@@ -172,7 +172,7 @@ def table(found: list[Row], sources: list[str]) -> str:
         "loses little at each:": [row for row in found if not row.apart],
     }
     if all(parts.values()):
-        parts["All of them:"] = found
+        parts["All of them:"] = [row for rows in parts.values() for row in rows]
     for words, rows in parts.items():
         if rows:
             lines += ["", words, "", *summary(rows)]
