@@ -99,7 +99,6 @@ class CpuMxfp4(Backend):
         Raises:
             OracleError: this build of vLLM does not have it.
         """
-
         operator = require_operator("fused_experts_cpu", problem.layer).default
         activation = problem.activation
         swiglu = activation.name == "swigluoai"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..core.capabilities import Rule
-from ..core.problem import Device, Problem
+from ..core.problem import Problem
 from ._stock import EXPERTS
 from ._stock_rules import gpt_oss_activation_rule
 from ._triton_kernels import RULES, TritonKernelsBackend
@@ -30,10 +30,6 @@ def _unsupported_routing(problem: Problem) -> list[str]:
         )
         if asked
     ]
-
-
-def _is_data_parallel(problem: Problem, device: Device) -> bool:
-    return problem.parallel.dp > 1
 
 
 class TritonMxfp4Monolithic(TritonKernelsBackend):
@@ -58,7 +54,7 @@ class TritonMxfp4Monolithic(TritonKernelsBackend):
         ),
         Rule(
             "data_parallel",
-            _is_data_parallel,
+            lambda problem, device: problem.parallel.dp > 1,
             lambda problem, device: (
                 f"routes before tokens are exchanged; {problem.parallel.dp} data-parallel ranks exchange routed ones"
             ),

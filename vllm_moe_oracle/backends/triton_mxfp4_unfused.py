@@ -43,7 +43,7 @@ class TritonMxfp4Unfused(TritonKernelsBackend):
         UNPROVEN_LORA,
         StockDifference(("swiglustep",), "nobody has run it between these products"),
     )
-    # vLLM lists it nowhere: it runs only where it is asked for.
+    # vLLM lists it nowhere, and runs it only where it is asked for: here it comes after the lists.
     static_priority = 90.0
     gpt_oss_only = False
     capabilities = dataclasses.replace(TritonKernelsBackend.capabilities, gated=("silu", "gelu", "swigluoai"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..core.capabilities import Rule
-from ..core.problem import Device, Problem
+from ..core.problem import Problem
 from ..releases import min_versions
 from ._stock import EXPERTS, StockDifference
 from ._stock_rules import HASHED_ROUTING_RULE
@@ -29,7 +29,7 @@ def _grouped_top_k(problem: Problem) -> int:
     return _GROUPED_TOP_K if problem.num_experts <= _MANY_EXPERTS else _GROUPED_TOP_K_MANY
 
 
-def _routes_by_groups(problem: Problem, device: Device) -> bool:
+def _routes_by_groups(problem: Problem) -> bool:
     return problem.routing.method == "deepseekv3"
 
 
@@ -62,13 +62,13 @@ class TrtllmMxfp8Monolithic(TrtllmMxfp8):
         *RULES,
         Rule(
             "routing.groups",
-            lambda problem, device: _routes_by_groups(problem, device) and not problem.routing.num_groups,
+            lambda problem, device: _routes_by_groups(problem) and not problem.routing.num_groups,
             lambda problem, device: "routes by deepseekv3 only with expert groups, the layer has none",
         ),
         Rule(
             "routing.top_k_groups",
             lambda problem, device: (
-                _routes_by_groups(problem, device) and (problem.routing.top_k_groups or 0) > _MAX_TOP_K_GROUPS
+                _routes_by_groups(problem) and (problem.routing.top_k_groups or 0) > _MAX_TOP_K_GROUPS
             ),
             lambda problem, device: (
                 f"lets a token choose from {_MAX_TOP_K_GROUPS} groups at most, "
@@ -77,7 +77,7 @@ class TrtllmMxfp8Monolithic(TrtllmMxfp8):
         ),
         Rule(
             "routing.top_k",
-            lambda problem, device: _routes_by_groups(problem, device) and problem.top_k > _grouped_top_k(problem),
+            lambda problem, device: _routes_by_groups(problem) and problem.top_k > _grouped_top_k(problem),
             lambda problem, device: (
                 f"routes by deepseekv3 to {_grouped_top_k(problem)} of {problem.num_experts} experts at most, "
                 f"the layer to {problem.top_k}"
@@ -86,9 +86,7 @@ class TrtllmMxfp8Monolithic(TrtllmMxfp8):
         Rule(
             "routing.group_size",
             lambda problem, device: (
-                _routes_by_groups(problem, device)
-                and bool(problem.routing.num_groups)
-                and not _groups_hold_top_k(problem)
+                _routes_by_groups(problem) and bool(problem.routing.num_groups) and not _groups_hold_top_k(problem)
             ),
             lambda problem, device: (
                 f"needs groups of one size with more experts in {problem.routing.top_k_groups} of them than a token "
