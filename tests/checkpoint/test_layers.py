@@ -510,11 +510,3 @@ def test_short_names_are_numbers_where_nothing_else_differs() -> None:
     assert short_layer_names(names[:1]) == ["0"] and short_layer_names([]) == []
     for others in ([*names, "mtp.layers.0.mlp.experts"], ["a.layers.1.layers.2.b"], ["experts"]):
         assert short_layer_names(others) == others
-
-
-def test_a_missing_norm_topk_prob_is_what_the_class_of_the_config_has(explain: Any) -> None:
-    configs = pytest.importorskip("transformers").CONFIG_MAPPING
-    kinds = {"qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "solar_open"}
-    for kind in sorted(kinds & set(configs)):
-        data = quantized("qwen3-30b-a3b", model_type=kind, norm_topk_prob=None)
-        assert explain(data).problems[0].routing.renormalize is configs[kind]().norm_topk_prob, kind

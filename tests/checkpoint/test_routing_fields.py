@@ -137,3 +137,11 @@ def test_an_unknown_topk_method_is_noted(explain: Any) -> None:
     assert "'noaux', which is none of noaux_tc, greedy, group_limited_greedy: vLLM takes it for a router with" in note
     for known in ("noaux_tc", "greedy", "group_limited_greedy", None):
         assert not any("topk_method" in each for each in explain(quantized("deepseek-v3", topk_method=known)).notes)
+
+
+def test_a_missing_norm_topk_prob_is_what_the_class_of_the_config_has(explain: Any) -> None:
+    configs = pytest.importorskip("transformers").CONFIG_MAPPING
+    kinds = {"qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "solar_open"}
+    for kind in sorted(kinds & set(configs)):
+        data = quantized("qwen3-30b-a3b", model_type=kind, norm_topk_prob=None)
+        assert explain(data).problems[0].routing.renormalize is configs[kind]().norm_topk_prob, kind

@@ -10,6 +10,10 @@
 * ``fake_quantize(values)``: activations quantized and dequantized.
 * ``UNLOADED``, ``DUMMY_FILL``: bytes for what was not loaded yet, and for vLLM's dummy weights.
 
+In shapes E are a rank's experts, H is the hidden size, I a rank's intermediate size, and M a number of tokens. A matrix
+has N rows, its outputs, and K columns, its inputs. `w13` holds the matrices before the activation (gate and up), `w2`
+the one after it (down).
+
 `fp8` and `fp8_token` are formats of activations only and have ``fake_quantize`` alone.
 """
 
