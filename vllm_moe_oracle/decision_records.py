@@ -27,6 +27,7 @@ import msgspec
 
 from . import settings
 from .core.decision import Reason
+from .core.problem import Activation, Problem
 from .errors import MeasurementError, sanitize
 from .untrusted import parse_json, read_file
 
@@ -87,12 +88,56 @@ class RecordedScheme(msgspec.Struct, frozen=True):
 
     name: str = ""
     bits: _Count = 0
+    group_size: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)] = 0
+    zero_points: bool | None = None
+
+
+class RecordedParallel(msgspec.Struct, frozen=True):
+    """How a group of layers is distributed over ranks."""
+
+    tp: _Count = 1
 
 
 class RecordedProblem(msgspec.Struct, frozen=True):
-    """What a group of layers is."""
+    """What a group of layers is on one rank, in the fields of `core.problem.Problem`; 0, "" and None where the record
+    lacks a field."""
 
     scheme: RecordedScheme = RecordedScheme()
+    num_experts: _Count = 0
+    top_k: _Count = 0
+    hidden_size: _Count = 0
+    intermediate_size: _Count = 0
+    ragged_intermediate_size: _Count = 0
+    unpadded_intermediate_size: _Count = 0
+    activation: Activation | None = None
+    parallel: RecordedParallel = RecordedParallel()
+    eplb: bool = False
+
+    def differences(self, problem: Problem) -> list[tuple[str, object, object]]:
+        """What a layer of a checkpoint has otherwise: the field, the record's value and the layer's.
+
+        Not compared is what vLLM's options change, such as the dtype. Fields that the record lacks differ in nothing.
+
+        Args:
+            problem: the layer with all of its experts, on one rank.
+        """
+        own, scheme = self.scheme, problem.scheme
+        copies = self.eplb and self.num_experts > problem.num_experts  # EPLB counts redundant experts
+        inner = self.unpadded_intermediate_size or self.ragged_intermediate_size
+        inner = inner or self.intermediate_size * self.parallel.tp
+        words = {None: "", False: "no", True: "yes"}
+        fields: tuple[tuple[str, object, object], ...] = (
+            ("format", own.name, scheme.name),
+            ("bits", own.bits, scheme.bits),
+            ("group size", own.group_size, scheme.group_size),
+            ("zero points", words[own.zero_points], words[scheme.zero_points]),
+            ("experts", 0 if copies else self.num_experts, problem.num_experts),
+            ("top-k", self.top_k, problem.top_k),
+            ("hidden size", self.hidden_size, problem.hidden_size),
+            ("intermediate size", inner, problem.unsharded_intermediate_size),
+            ("activation", "" if self.activation is None else str(self.activation), str(problem.activation)),
+        )
+        return [each for each in fields if each[1] and each[1] != each[2]]
 
 
 class RecordedGroup(msgspec.Struct, frozen=True):

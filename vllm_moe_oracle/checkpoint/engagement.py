@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..core.problem import Problem
 from ..decision_records import ServerRecord
 from ..errors import MeasurementError
 from ..quantization.fields import short_repr
@@ -66,16 +67,18 @@ def read_engagement(path: Path, layers: MoeLayers) -> Engagement:
         layers: the checkpoint's, from `find_moe_layers`.
 
     Raises:
-        MeasurementError: the file cannot be read, is no report, is of another version of records, or reports no layer
-            of this checkpoint.
+        MeasurementError: the file cannot be read, is no report, is of another version of records, reports no layer of
+            this checkpoint, or has last a model with the same names of layers and other layers.
     """
-    names = {problem.layer for problem in layers.problems}
+    problems = {problem.layer: problem for problem in layers.problems}
+    names = problems.keys()
     records, unfinished = _read_records(path)
     ours = [each for each in records if names & (each.backends.keys() | each.stock.keys())]
     if not ours:
         known = next((layer for each in records for layer in each.backends), "")
         remedy = f"It reports layers such as {short_repr(known)}" if known else "It reports no layers"
         raise MeasurementError("reports no layer of this checkpoint", remedy, str(path))
+    ours = _of_this_model(ours, problems, path)
     ranks = _last_load(ours)
     missing = {name: "its experts are not quantized" for name in layers.unquantized}
     missing |= {name: f"its experts are in {kind}" for name, kind in layers.unsupported_formats.items()}
@@ -102,6 +105,24 @@ def _read_records(path: Path) -> tuple[list[_Record], bool]:
         lines.append(rest)
     numbered = enumerate(lines, 1)
     return [_Record.read(line, f"{path}, line {number}") for number, line in numbered if line.strip()], unfinished
+
+
+def _of_this_model(records: Sequence[_Record], problems: Mapping[str, Problem], path: Path) -> list[_Record]:
+    """The records whose layers are the checkpoint's, not only by name.
+
+    Others may be of a draft model, whose process has loaded the model, too; or of an earlier start with another model.
+
+    Raises:
+        MeasurementError: the last record is of a process that has not loaded this model; the message names a layer and
+            what differs.
+    """
+    differing = [each.difference(problems) for each in records]
+    found = [each for each, words in zip(records, differing, strict=True) if not words]
+    last = records[-1].record
+    if (last.host, last.process) not in {(each.record.host, each.record.process) for each in found}:
+        remedy = "Give the report of a server of this checkpoint, or the checkpoint that the server has loaded"
+        raise MeasurementError(f"the model that it reports last is another one: {differing[-1]}", remedy, str(path))
+    return found
 
 
 def _why_missing(name: str, found: Mapping[int, str], ranks: Mapping[int, _Record]) -> str:
@@ -157,6 +178,17 @@ class _Record:
     backends: Mapping[str, str]
     stock: Mapping[str, str]
     record: ServerRecord
+
+    def difference(self, problems: Mapping[str, Problem]) -> str:
+        """What the first layer that is not the checkpoint's has otherwise; "" where all are."""
+        for group in self.record.groups:
+            for layer in group.layers:
+                if layer in problems and (found := group.problem.differences(problems[layer])):
+                    words = (
+                        f"{name} {theirs} in the report and {own} in the checkpoint" for name, theirs, own in found
+                    )
+                    return f"{layer} has {', '.join(words)}"
+        return ""
 
     def may_hold(self, layer: str) -> bool:
         """Whether the process has the layer, as far as is known: not if it is one of another pipeline stage. Then the

@@ -293,7 +293,10 @@ def _print_engagement(engagement: Engagement, results: list[LayerResult], as_jso
     compared: dict[str, set[str]] = {}
     for each in results:
         compared.setdefault(each.layer, set()).add(each.backend)
+    others: dict[tuple[str, str], list[str]] = {}
     for layer, backend in engagement.backends.items():
         if layer in compared and backend not in compared[layer]:
-            own = ", ".join(sorted(compared[layer]))
-            output.print_message("note", f"{layer}: the server runs {backend}, compared here was {own or 'nothing'}")
+            others.setdefault((backend, ", ".join(filter(None, sorted(compared[layer])))), []).append(layer)
+    for (backend, own), found in others.items():
+        words = f"{compact_layer_names(found)}: the server runs {backend}, compared here was {own or 'nothing'}"
+        output.print_message("note", f"{words}; verify --set backend={backend} compares that one, where it can run")
