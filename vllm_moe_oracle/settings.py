@@ -186,7 +186,12 @@ class Settings:
         shared=False,
     )
     backend: str = _setting(
-        AUTO, _name, "backend for every layer, or auto; takes precedence over vLLM's --moe-backend", "NAME", shared=True
+        AUTO,
+        _name,
+        "backend for every layer, or auto; a family's name (marlin, humming, ...) stands for its backend for the "
+        "layer's format; takes precedence over vLLM's --moe-backend",
+        "NAME",
+        shared=True,
     )
     overrides: tuple[Override, ...] = _setting(
         (),
@@ -195,7 +200,13 @@ class Settings:
         "re:PATTERN=NAME;...",
         shared=True,
     )
-    disable: tuple[str, ...] = _setting((), _name_list, "backends that must not be chosen", "NAME,...", shared=True)
+    disable: tuple[str, ...] = _setting(
+        (),
+        _name_list,
+        "backends that must not be chosen; a family's name (marlin, humming, ...) stands for all of its backends",
+        "NAME,...",
+        shared=True,
+    )
     on_unavailable: OnUnavailable = _choice(
         OnUnavailable,
         "error",

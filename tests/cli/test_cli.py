@@ -292,6 +292,12 @@ def test_the_option_backend_is_the_setting(run: Run, write: Write) -> None:
     assert "Choose an accepted one (humming, marlin, emulation), or auto" in text
     result = run("explain", path, "--device", "nvidia-h200", "--set", "disable=hopper_mxpf8")
     assert result.status == 2 and "Did you mean hopper_mxfp8? Valid are" in result.err
+    # A suggestion is for the format of the checkpoint's layers.
+    assert "Did you mean hopper_mxfp8?" in run("explain", path, "--device", "nvidia-h200", "--backend", "hopper").err
+    result = run("explain", path, "--device", "nvidia-h200", "--set", "disable=humming,emulation")
+    assert (
+        "humming_mxfp8 rejected disabled by --set disable, as every backend of humming (take humming out" in result.text
+    )
 
 
 def test_a_fallback_is_seen_in_json_and_on_standard_error(run: Run, write: Write) -> None:

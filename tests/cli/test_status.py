@@ -188,6 +188,8 @@ def test_it_is_one_screen_without_split_names(width: int, run: Run, monkeypatch:
     shown = set(words.split())
     assert set(NAMES) <= shown and {"allow_activation_quantization", "rank_sync_timeout"} <= shown
     assert all(len(line) <= width for line in words.splitlines())
+    families = words.partition("family ")[2]
+    assert re.search(r"^deep_gemm +deep_gemm_mxfp4, deep_gemm_mxfp8$", families, re.MULTILINE)
 
 
 @pytest.mark.parametrize("columns", ["0", "1", "20", "-5", "wide", "", "100000"])

@@ -25,12 +25,12 @@ from vllm_moe_oracle.core.decision import (
     ShardPlan,
     format_candidates,
 )
-from vllm_moe_oracle.core.problem import Activation, Device, Parallel, Problem, Routing, Scheme
+from vllm_moe_oracle.core.problem import Activation, Device, Parallel, Problem, Routing, Scheme, SchemeName
 from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.errors import NoBackendError, SettingError
 from vllm_moe_oracle.measurements import model_shapes
 from vllm_moe_oracle.oracle.registry import Registry, default_registry, discover
-from vllm_moe_oracle.oracle.selection import decide, evaluate_candidates
+from vllm_moe_oracle.oracle.selection import check_backend_names, decide, evaluate_candidates
 from vllm_moe_oracle.releases.supported import NEWEST
 from vllm_moe_oracle.settings import Settings, load
 
@@ -229,8 +229,56 @@ def test_auto_is_no_remedy_where_only_a_name_would_do() -> None:
 
 
 def test_disabling_what_does_not_exist_is_an_error_that_lists_what_does() -> None:
-    with pytest.raises(SettingError, match=r"'fats' is not a backend.*Valid are fast, other, slow"):
+    with pytest.raises(
+        SettingError, match=r"'fats' is not a backend.*Valid are fast, other, shared, slow, slow_in_vllm$"
+    ):
         decide(problem(), H200, settings(disable="fats"), registry=THREE)
+
+
+def test_a_familys_name_disables_its_backends_of_every_scheme() -> None:
+    family = {"vllm_names": ("family",)}
+    both = registry(
+        [backend("mx", schemes=("mxfp8",), **family), backend("int", schemes=("wna16",), **family), backend("own")]
+    )
+    for asked, name in ((problem(), "mx"), (problem(scheme=INT4_G128), "int")):
+        (found,) = (
+            each for each in evaluate_candidates(asked, H200, settings(disable="family"), both) if each.backend == name
+        )
+        (reason,) = found.reasons
+        assert reason.code == "disabled"
+        assert str(reason) == (
+            "disabled by assignments.disable, as every backend of family (take family out of MOE_ORACLE_DISABLE)"
+        )
+    assert decide(problem(), H200, settings(disable="family"), registry=both).backend == "own"
+    with pytest.raises(
+        SettingError, match=r"'famly' is not a backend\. Did you mean family\? Valid are family, int, mx"
+    ):
+        decide(problem(), H200, settings(disable="famly"), registry=both)
+
+
+def test_a_backends_own_name_disables_no_family() -> None:
+    some = registry([backend("name"), backend("member", vllm_names=("name",))])
+    assert [each.accepted for each in evaluate_candidates(problem(), H200, settings(disable="name"), some)] == [
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "schemes", "meant"),
+    [
+        ("hopper", ("mxfp8",), "hopper_mxfp8"),
+        ("hopper", ("mxfp4",), "hopper_mxfp4"),
+        ("hopper", ("wna16",), "hopper_wna16"),
+        ("hopper_mxfp9", ("mxfp4",), "hopper_mxfp4"),
+        ("hopper_mxpf4", ("mxfp8",), "hopper_mxfp4"),
+        ("cpu_int", ("mxfp8",), "cpu_int4"),
+        ("marln", (), "marlin"),
+    ],
+)
+def test_a_suggestion_is_of_the_models_scheme_first(name: str, schemes: tuple[SchemeName, ...], meant: str) -> None:
+    with pytest.raises(SettingError, match=rf"^assignments.backend: '{name}' is not a backend. Did you mean {meant}\?"):
+        check_backend_names(settings(backend=name), schemes=schemes)
 
 
 def test_disabling_a_backend_that_could_not_be_loaded_is_allowed() -> None:

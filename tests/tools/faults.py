@@ -166,7 +166,7 @@ FAULTS = (
     ),
     Fault(
         "settings", "`disable` is ignored", "oracle/selection.py",
-        "if backend.name in settings.disable:", "if False:", "tests/oracle/test_selection.py",
+        "if disabled_as:", "if False:", "tests/oracle/test_selection.py",
     ),
     Fault(
         "settings", "per-layer overrides are ignored", "oracle/selection.py",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..core.decision import Candidate, Decision
 from ..core.lora import targets_experts
 from ..core.measurement_set import MeasurementSet
 from ..core.overrides import first_match
 from ..core.problem import Device, Placement, Problem, features_for_stock
-from ..errors import NoBackendError, StandDown
+from ..errors import LeftToStockError, NoBackendError, StandDown
 from ..measurements.lookup import find_measurements, profile_error
 from ..oracle.registry import default_registry
 from ..oracle.selection import check_backend_names, decide
@@ -85,28 +85,45 @@ class Server:
             expert_placement_strategy: as vLLM's option.
 
         Raises:
-            SettingError: a number of ranks below one, options that contradict each other, or a name of a backend or of
-                an all-to-all that is unknown.
+            SettingError: a number of ranks below one, options that contradict each other, or a name of an all-to-all
+                that is unknown.
         """
         ranks.check()
         round_robin = is_round_robin(expert_placement_strategy, eplb, ranks.spreads_experts)
         model, draft = (each.lower().replace("-", "_") for each in (moe_backend, draft_moe_backend))  # as vLLM does
-        check_backend_names(settings, model)
-        check_backend_names(settings, draft or model, option="--draft-moe-backend")
         exchange = effective_all2all(ranks.all2all, device.packages.get("vllm"))
         ranks, modules = dataclasses.replace(ranks, all2all=exchange), tuple(lora_target_modules)
         return cls(device, settings, ranks, model, draft or model, batch_invariant, lora, modules, eplb, round_robin)
 
     def find_layers(self, read: CheckpointFiles, quantization: str = "") -> MoeLayers:
-        """The layers of a checkpoint on one rank; `quantization` is vLLM's ``--quantization``. Errors are those of
-        `find_moe_layers`."""
-        return find_moe_layers(
-            read,
-            self.ranks,
-            ragged_shards=self.settings.ragged_shards,
-            online=quantization.lower(),
-            vllm=self.device.packages.get("vllm"),
-        )
+        """The layers of a checkpoint on one rank.
+
+        Args:
+            read: the checkpoint.
+            quantization: vLLM's ``--quantization``.
+
+        Raises:
+            SettingError: a name of a backend is unknown. The error suggests one for the layers' formats.
+            OracleError: as for `find_moe_layers`.
+        """
+        try:
+            found = find_moe_layers(
+                read,
+                self.ranks,
+                ragged_shards=self.settings.ragged_shards,
+                online=quantization.lower(),
+                vllm=self.device.packages.get("vllm"),
+            )
+        except LeftToStockError:
+            self._check_names(())
+            raise
+        self._check_names((*found.problems, *found.mtp_problems))
+        return found
+
+    def _check_names(self, problems: Iterable[Problem]) -> None:
+        schemes = {problem.scheme.name for problem in problems}
+        check_backend_names(self.settings, self.moe_backend, schemes=schemes)
+        check_backend_names(self.settings, self.draft_moe_backend, option="--draft-moe-backend", schemes=schemes)
 
     def refusal(self, layers: MoeLayers) -> str:
         """Why vLLM would not start with the model and the options of parallelism; "" if it would. No experts exchange

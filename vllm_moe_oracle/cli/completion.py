@@ -22,7 +22,12 @@ def vllm_backends() -> list[str]:
 
 def any_backends() -> list[str]:
     """Values of the setting `backend`."""
-    return [*vllm_backends(), *backends()]
+    return list(dict.fromkeys((*vllm_backends(), *backends())))
+
+
+def disabled_backends() -> list[str]:
+    """Values of the setting `disable`."""
+    return [each for each in any_backends() if each != AUTO]
 
 
 def quantizations() -> list[str]:
@@ -60,7 +65,7 @@ def assignments(incomplete: str) -> list[str]:
     if name == "backend":
         values = any_backends()
     elif name == "disable":
-        values = several(backends)(value)
+        values = several(disabled_backends)(value)
     else:
         values = [each for each in FIELDS[name].metadata["metavar"].split("|") if each == each.lower()]
     return [f"{name}={each}" for each in values]

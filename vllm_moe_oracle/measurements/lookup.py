@@ -82,7 +82,8 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
     first: MeasurementSet | None = None
     earlier = MeasurementSet()
     registry = default_registry()  # of a third party's disabled backend no method is called
-    uncalled = {each for each in settings.disable if each in registry and not is_own(registry[each])}
+    disabled = [each for name in settings.disable for each in registry.selected(name)]
+    uncalled = {each for each in disabled if not is_own(registry[each])}
     for name, read in _sources(settings, device):
         try:
             with boundary(MeasurementError, "cannot be used"):

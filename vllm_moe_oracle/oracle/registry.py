@@ -136,6 +136,16 @@ class Registry:
         """The backends for a scheme, in the order of registration."""
         return [backend for backend in self if scheme in backend.schemes]
 
+    def families(self) -> dict[str, list[str]]:
+        """Names of the backends by the name that vLLM has for them, whatever their scheme; both sorted."""
+        words = sorted({word for backend in self for word in backend.vllm_names})
+        return {word: sorted(backend.name for backend in self if word in backend.vllm_names) for word in words}
+
+    def selected(self, name: str) -> list[str]:
+        """Names of the backends that a name in a setting means, whatever their scheme: the backend's own name, or
+        vLLM's, which a family of backends has. Empty for an unknown name."""
+        return [name] if name in self else self.families().get(name, [])
+
     def names(self, scheme: SchemeName) -> list[str]:
         """Every name that selects a backend for the scheme: its own and vLLM's, sorted."""
         return sorted({name for backend in self.for_scheme(scheme) for name in (backend.name, *backend.vllm_names)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ..backends import Backend
@@ -24,7 +24,7 @@ from ..core.decision import (
 from ..core.measurement_set import MeasurementSet
 from ..core.objectives import parse_objective
 from ..core.overrides import first_match
-from ..core.problem import Device, Problem, satisfies_precision
+from ..core.problem import Device, Problem, SchemeName, satisfies_precision
 from ..errors import BackendDefect, NoBackendError, SettingError, did_you_mean
 from ..releases.supported import NEWEST
 from ..releases.vllm_names import MOE_BACKENDS
@@ -79,14 +79,19 @@ def evaluate_candidates(
         SettingError: the setting `disable` names an unknown backend.
     """
     registry = registry if registry is not None else default_registry()
-    own = sorted(backend.name for backend in registry)
-    _require_known(settings.disable, own, settings.source("disable"), registry)
-    verdicts = [_evaluate(backend, problem, device, settings) for backend in registry.for_scheme(problem.scheme.name)]
+    backends = registry.for_scheme(problem.scheme.name)
+    _require_known(settings.disable, _own_and_families(registry), settings.source("disable"), registry, backends)
+    disabled = {backend: name for name in settings.disable for backend in registry.selected(name)}
+    verdicts = [_evaluate(backend, problem, device, settings, disabled.get(backend.name, "")) for backend in backends]
     return tuple(sorted(verdicts, key=lambda each: (not each.accepted, each.priority, each.backend)))
 
 
 def check_backend_names(
-    settings: Settings, moe_backend: str = AUTO, registry: Registry | None = None, option: str = "--moe-backend"
+    settings: Settings,
+    moe_backend: str = AUTO,
+    registry: Registry | None = None,
+    option: str = "--moe-backend",
+    schemes: Collection[SchemeName] = (),
 ) -> None:
     """Refuses names that select no backend for any scheme: they are misspelled.
 
@@ -95,30 +100,48 @@ def check_backend_names(
         moe_backend: vLLM's ``--moe-backend``.
         registry: the backends; None for the default registry of this process.
         option: where the user gave `moe_backend`, for the error.
+        schemes: those of the model's layers, whose backends are suggested first; empty where they are unknown.
 
     Raises:
         SettingError: `backend`, `overrides`, `disable` or `moe_backend` has an unknown name.
     """
     registry = registry if registry is not None else default_registry()
-    own = {backend.name for backend in registry}
-    vllm_names = {name for backend in registry for name in backend.vllm_names}
-    options = vllm_names | MOE_BACKENDS | {AUTO}  # of layers that are left to stock vLLM, too
+    named = _own_and_families(registry)
+    options = registry.families().keys() | MOE_BACKENDS | {AUTO}  # of layers that are left to stock vLLM, too
+    suggested = [backend for backend in registry if set(backend.schemes) & set(schemes)]
     for names, valid, source in (
-        ([settings.backend], own | vllm_names | {AUTO}, settings.source("backend")),
-        ([each.backend for each in settings.overrides], own | vllm_names | {AUTO}, settings.source("overrides")),
-        (settings.disable, own, settings.source("disable")),
+        ([settings.backend], named | {AUTO}, settings.source("backend")),
+        ([each.backend for each in settings.overrides], named | {AUTO}, settings.source("overrides")),
+        (settings.disable, named, settings.source("disable")),
         # A name of this project is known here, and refused by each layer with the setting that takes it.
-        ([] if moe_backend in own else [moe_backend], options, option),
+        ([] if moe_backend in registry else [moe_backend], options, option),
     ):
-        _require_known(names, sorted(valid), source, registry)
+        _require_known(names, valid, source, registry, suggested)
 
 
-def _require_known(names: Iterable[str], valid: Sequence[str], source: str, registry: Registry) -> None:
-    """Refuses names that are neither valid nor the name of an entry point that could not be loaded."""
+def _own_and_families(registry: Registry) -> set[str]:
+    """The names of single backends and those of families."""
+    return {*(backend.name for backend in registry), *registry.families()}
+
+
+def _suggest(name: str, valid: Iterable[str], suggested: Iterable[Backend] = ()) -> str:
+    """``Did you mean hopper_mxfp8? `` or "": a valid name of the suggested backends before any other, unless a slip of
+    a letter in another one explains the unknown name."""
+    valid = sorted(valid)
+    first = sorted({word for each in suggested for word in (each.name, *each.vllm_names)} & {*valid})
+    found = (did_you_mean(name, names, strict=strict) for strict in (True, False) for names in (first, valid))
+    return next(filter(None, found), "")
+
+
+def _require_known(
+    names: Iterable[str], valid: Collection[str], source: str, registry: Registry, suggested: Iterable[Backend]
+) -> None:
+    """Refuses names that are neither valid nor the name of an entry point that could not be loaded; the error suggests
+    names as `_suggest`."""
     unknown = [name for name in names if name not in valid and name not in registry.load_errors]
     if unknown:
         rule = f"{', '.join(map(repr, unknown))} {'is not a backend' if len(unknown) == 1 else 'are not backends'}"
-        remedy = f"{did_you_mean(unknown[0], valid)}Valid are {', '.join(valid)}"
+        remedy = f"{_suggest(unknown[0], valid, suggested)}Valid are {', '.join(sorted(valid))}"
         if registry.load_errors:  # the name of an entry point may differ from its backend's
             remedy += f"; entry points that could not be loaded: {', '.join(registry.load_errors)}"
         raise SettingError(rule, remedy, source)
@@ -366,23 +389,28 @@ def _choose_by_measurement(measurements: MeasurementSet, static: Candidate, case
     return choose_fastest(measurements, names, parse_objective(settings.objective), settings.min_time_saving, can_share)
 
 
-def _evaluate(backend: Backend, problem: Problem, device: Device, settings: Settings) -> Candidate:
+def _evaluate(backend: Backend, problem: Problem, device: Device, settings: Settings, disabled_as: str) -> Candidate:
     try:
-        return _ask(backend, problem, device, settings)
+        return _ask(backend, problem, device, settings, disabled_as)
     except BackendDefect as error:  # the other candidates are asked all the same
         return Candidate(backend.name, Rejected((Reason("defect", error.rule, error.remedy),)), 0.0)
 
 
-def _ask(backend: Backend, problem: Problem, device: Device, settings: Settings) -> Candidate:
-    disabled = Reason("disabled", f"disabled by {settings.source('disable')}", f"take it out of {env_var('disable')}")
-    if backend.name in settings.disable and not is_own(backend):
+def _ask(backend: Backend, problem: Problem, device: Device, settings: Settings, disabled_as: str) -> Candidate:
+    """The verdict of one backend; `disabled_as`: its name or its family's in the setting `disable`, "" where that has
+    neither."""
+    detail, what = f"disabled by {settings.source('disable')}", "it"
+    if disabled_as != backend.name:
+        detail, what = f"{detail}, as every backend of {disabled_as}", disabled_as
+    disabled = Reason("disabled", detail, f"take {what} out of {env_var('disable')}")
+    if disabled_as and not is_own(backend):
         # That is how users get rid of a method that hangs or fails: it is not called.
         return Candidate(backend.name, Rejected((disabled,)), math.inf)
     plan = backend.plan(problem, device)  # before `check`, which calls it: an error names the method that fails
     reasons = list(backend.check(problem, device).reasons)
     consumed, declared = backend.activations(problem), problem.scheme.activations
     priority = backend.priority(problem, device)
-    if backend.name in settings.disable:
+    if disabled_as:
         reasons.append(disabled)
     if not satisfies_precision(consumed, declared) and not settings.allow_activation_quantization:
         detail = f"would quantize activations to {consumed}; the layer declares {declared}"

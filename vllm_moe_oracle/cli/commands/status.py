@@ -171,6 +171,7 @@ def _build_report(chosen: Settings | None, registry: Registry, setting_error: st
             {"name": backend.name, "schemes": backend.schemes, "origin": registry.origin(backend.name)}
             for backend in registry
         ],
+        "families": registry.families(),
         "broken_backends": registry.load_errors,
         "device": device,
         "cache": None if chosen is None else _cache_report(chosen),
@@ -321,7 +322,7 @@ def _print(report: dict[str, Any], verbose: bool) -> None:
 
 
 def _print_details(report: dict[str, Any]) -> None:
-    """Methods, patches, settings and backends, one in a line."""
+    """Methods, patches, settings, backends and their families, one in a line."""
     state: PluginState = report["plugin"]
     for title, names in (("methods", state.methods), ("patches", state.patches), ("later patches", state.deferred)):
         if names:
@@ -337,6 +338,7 @@ def _print_details(report: dict[str, Any]) -> None:
     ]
     backends += [(name, "broken", reason) for name, reason in report["broken_backends"].items()]
     output.show_table(("backend", "schemes", "from"), backends)
+    output.show_table(("family", "backends"), [(name, ", ".join(each)) for name, each in report["families"].items()])
 
 
 def _describe_changes(state: PluginState) -> str:
