@@ -128,7 +128,7 @@ def test_on_a_gpu_a_layer_without_a_kernel_here_stays_stock_vllms(
         monkeypatch.setattr(Ours, "layer", name)
         assert type(Ours(quant_config="config", moe_config=config())) is Stock
         names.append(name)
-    reason = "no backend can run mxfp8 experts here"
+    reason = "no backend can run mxfp8 experts here. Buy one"
     assert log.text.count(f": left to stock vLLM's Stock; {reason}") == 1
     assert "the table" in log.text  # what speaks against the wrapper of a stock class may be wrong with the class
     report = load_summary.model_report(3)

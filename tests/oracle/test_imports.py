@@ -173,9 +173,8 @@ def test_status_reports_it_and_other_commands_name_it_first(tmp_path: Path) -> N
     report = json.loads(ended.stdout)
     assert UNSAFE["exits"][1] in report["broken_backends"]["exits"]
     assert "theirs" in [each["name"] for each in report["backends"]]
-    config = tmp_path / "config.json"
-    config.write_text("{}")
-    explained = tool(tmp_path, "explain", str(config), "--device", "nvidia-h200")
+    config = str(Path("examples/qwen3-30b-a3b-mxfp8.json").resolve())
+    explained = tool(tmp_path, "explain", config, "--device", "nvidia-h200")
     assert "importing the backend of entry point 'exits' = third_party_exits:BACKEND of theirs 1.0" in explained.stderr
     assert (explained.returncode, explained.stdout) == (1, "")
     said = "ended with status 0 before it was done, in the import of entry point 'exits' = third_party_exits:BACKEND"

@@ -151,7 +151,8 @@ def test_the_remedy_without_accepted_candidates() -> None:
     some = registry([refusing("wanted", "rule.one", remedy="turn the screw")])
     with pytest.raises(NoBackendError) as caught:
         decide(problem(), H200, settings(backend="wanted"), registry=some)
-    assert caught.value.remedy == "Nearest is wanted: turn the screw"
+    assert caught.value.remedy == "To run wanted: turn the screw"
+    assert str(caught.value).splitlines()[0].endswith("wanted refuses by rule.one for 2048")
 
 
 def test_fallback_takes_the_best_and_keeps_the_reason_in_one_line() -> None:
@@ -310,7 +311,7 @@ def test_the_way_out_is_that_of_the_nearest_candidate_that_has_one() -> None:
     ])  # fmt: skip
     with pytest.raises(NoBackendError) as caught:
         decide(problem(), H200, settings(), registry=some)
-    assert caught.value.remedy == "Nearest is near: do b"
+    assert caught.value.remedy == "To run near: do b"
 
 
 def test_the_rule_and_the_way_out_name_one_nearest_candidate() -> None:
@@ -324,10 +325,28 @@ def test_the_rule_and_the_way_out_name_one_nearest_candidate() -> None:
     with pytest.raises(NoBackendError) as caught:
         decide(problem(), H200, settings(), registry=some)
     assert "here, on NVIDIA H200 (sm_90); for example near: near refuses by one" in caught.value.rule
-    assert caught.value.remedy == "Nearest is near: do a; do a"
+    assert caught.value.remedy == "To run near: do a"
     with_reference = registry([backend("emulation"), *some])
     explanation = decide(problem(), CPU, settings(), registry=with_reference).explanation
     assert "; nearest is near: near refuses by one" in explanation
+
+
+def test_options_are_nearer_than_another_release_of_vllm() -> None:
+    """Each fact once: the rule has what speaks against the nearest candidate, the remedy what to do."""
+    asked = problem(
+        scheme=Scheme("wna16", 4, 128, "gptq", act_order="group"),
+        parallel=Parallel(tp=2),
+        intermediate_size=7168,
+    )
+    for name, nearest, fact, remedy in (
+        ("nvidia-h100", "hopper_wna16_act_order", "needs whole groups", "expert parallelism, or a checkpoint"),
+        ("nvidia-a100", "marlin_wna16", "the operator has no act order since vLLM", "vLLM 0.29.0, or a checkpoint"),
+    ):
+        with pytest.raises(NoBackendError) as caught:
+            decide(asked, known_device(name), settings())
+        error = caught.value
+        assert f"; nearest is {nearest}: {fact}" in error.rule and remedy not in error.rule
+        assert error.remedy.startswith(f"To run {nearest}: {remedy}") and error.remedy.count(remedy) == 1
 
 
 def test_a_kernel_that_runs_by_name_is_the_nearest() -> None:

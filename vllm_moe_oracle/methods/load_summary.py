@@ -138,7 +138,7 @@ def record_stock_layer(layer: str, features: Collection[str], stock_class: str, 
             stock's as well: without `features` the log has the whole table.
     """
     start_layer(layer)
-    reason = error.rule
+    reason = f"{error.rule}. {error.remedy}" if error.remedy else error.rule
     needs = f"{' and '.join(features)}: " if features else ""
     _model.stock_layers[layer] = f"{needs}{reason}"
     if (needs, reason, stock_class) not in _model.logged:

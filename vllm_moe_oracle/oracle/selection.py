@@ -455,21 +455,37 @@ def _requested_candidates(request: _ExplicitRequest, case: _DecisionInput) -> li
     return [each for each in case.candidates if request.name in case.registry[each.backend].vllm_names]
 
 
-def _merge_reasons(candidates: list[Candidate]) -> str:
+def _merge_reasons(candidates: list[Candidate], case: _DecisionInput) -> str:
     """Why none of the candidates can run, each reason once; prefixed with names when it holds for some of them only."""
+    remedy_follows = not case.accepted and _nearest(case.candidates) in candidates
     holders: dict[str, list[str]] = {}
     for candidate in candidates:
-        for reason in candidate.sentences:
+        for reason in _reasons_for_rule(candidate) if remedy_follows else candidate.sentences:
             holders.setdefault(reason, []).append(candidate.backend)
     shared = [reason for reason, names in holders.items() if len(names) == len(candidates)]
     apart = [f"{', '.join(names)}: {reason}" for reason, names in holders.items() if len(names) < len(candidates)]
     return "; ".join(shared + apart)
 
 
-def _distance(candidate: Candidate) -> tuple[bool, int]:
-    """How far a candidate is from running the layer: one that remedies make run is nearer than any other, then one with
-    fewer reasons against it."""
-    return not all(reason.remedy for reason in candidate.reasons), len(candidate.reasons)
+def _distance(candidate: Candidate) -> tuple[bool, bool, int]:
+    """How far a candidate is from running the layer: one that remedies make run is nearer than any other, then one that
+    options do without another release of vLLM, then one with fewer reasons against it."""
+    reasons = candidate.reasons
+    needs_release = any(reason.code.endswith(".vllm_version") for reason in reasons)
+    return not _is_fixable(candidate), needs_release, len(reasons)
+
+
+def _is_fixable(candidate: Candidate) -> bool:
+    """Whether remedies would make a candidate run."""
+    return all(reason.remedy for reason in candidate.reasons)
+
+
+def _reasons_for_rule(candidate: Candidate) -> tuple[str, ...]:
+    """What speaks against a candidate, for the rule of an error, whose remedy follows: those of a candidate that they
+    make run stand there."""
+    if not _is_fixable(candidate):
+        return candidate.sentences
+    return tuple(dict.fromkeys(reason.detail for reason in candidate.reasons))
 
 
 def _nearest(candidates: Iterable[Candidate]) -> Candidate | None:
@@ -484,12 +500,13 @@ def _describe_shared_reasons(candidates: tuple[Candidate, ...]) -> str:
     if nearest is None:
         return ""
     as_near = [each for each in candidates if _distance(each) == _distance(nearest)]
+    sentences = _reasons_for_rule(nearest)
     if len(as_near) == 1:
-        return f"; nearest is {nearest.backend}: {'; '.join(nearest.sentences)}"
-    shared = [sentence for sentence in nearest.sentences if all(sentence in each.sentences for each in as_near)]
+        return f"; nearest is {nearest.backend}: {'; '.join(sentences)}"
+    shared = [sentence for sentence in sentences if all(sentence in _reasons_for_rule(each) for each in as_near)]
     if shared:
         return f"; each one: {'; '.join(shared)}"
-    return f"; for example {nearest.backend}: {'; '.join(nearest.sentences)}"
+    return f"; for example {nearest.backend}: {'; '.join(sentences)}"
 
 
 def _describe_unavailable(request: _ExplicitRequest, requested: list[Candidate], case: _DecisionInput) -> str:
@@ -497,7 +514,7 @@ def _describe_unavailable(request: _ExplicitRequest, requested: list[Candidate],
     registry, scheme = case.registry, case.problem.scheme.name
     label = f"{request.name} ({request.source})"
     if requested:
-        return f"{label} cannot run this layer on {case.device}: {_merge_reasons(requested)}"
+        return f"{label} cannot run this layer on {case.device}: {_merge_reasons(requested, case)}"
     if request.name in registry.load_errors:
         return f"{label} could not be loaded: {registry.load_errors[request.name]}"
     rule = f"{label} is not a backend for {scheme} experts"
@@ -550,13 +567,13 @@ def _accepted_names(request: _ExplicitRequest, case: _DecisionInput) -> str:
 def _nearest_remedy(case: _DecisionInput) -> str:
     """The remedies of the nearest candidate whose reasons all have one, and how to ask for those that run by name
     alone; "" without either."""
-    fixable = [candidate for candidate in case.candidates if all(reason.remedy for reason in candidate.reasons)]
+    fixable = [candidate for candidate in case.candidates if _is_fixable(candidate)]
     by_name = [candidate for candidate in fixable if candidate.reasons and candidate.reasons[0].code == "by_name"]
     slow = [candidate for candidate in by_name if candidate.backend == REFERENCE_BACKEND]
     nearest = _nearest(candidate for candidate in fixable if candidate not in slow)
     sentences = []
     if nearest is not None and nearest not in by_name:
-        sentences = [f"Nearest is {nearest.backend}: {'; '.join(reason.remedy for reason in nearest.reasons)}"]
+        sentences = [f"To run {nearest.backend}: {'; '.join(dict.fromkeys(each.remedy for each in nearest.reasons))}"]
     for each in by_name:
         how = "runs it slowly" if each.backend == REFERENCE_BACKEND else "can run it"
         sentences.append(f"{each.backend} {how}: {each.reasons[0].remedy}")
