@@ -217,6 +217,10 @@ class CheckpointError(OracleError, ValueError):
     """A checkpoint or its config cannot be used."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """The files of a checkpoint's tensors are damaged or incomplete, or do not fit its config."""
+
+
 class LeftToStockError(CheckpointError):
     """All of the model is stock vLLM's: it has no experts, or none that are served here. Nothing is wrong."""
 

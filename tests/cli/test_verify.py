@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,10 @@ def drop(tensors: dict[str, Tensor]) -> None:
     del tensors[f"{EXPERT}.up_proj.weight_scale"]
 
 
+def drop_first(tensors: dict[str, Tensor]) -> None:
+    del tensors[f"{NAMES[0]}.0.gate_proj.weight"]
+
+
 def another_dtype(tensors: dict[str, Tensor]) -> None:
     tensors[f"{EXPERT}.down_proj.weight"] = tensors[f"{EXPERT}.down_proj.weight"].to(torch.bfloat16)
 
@@ -195,20 +200,21 @@ def other_names(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "words"),
+    ("edit", "words", "status"),
     [
-        (drop, f"{EXPERT}.up_proj.weight_scale: the tensor is missing"),
-        (another_dtype, "the checkpoint stores it as bfloat16, mxfp8 as float8_e4m3fn"),
-        (another_shape, "it has shape [63, 128], expected [64, 128]"),
-        (other_names, "none of the names that its first expert may have is in the files"),
+        (drop, f"{EXPERT}.up_proj.weight_scale: the tensor is missing", 1),
+        (drop_first, f"{NAMES[0]}.0.gate_proj.weight: the tensor is missing", 1),
+        (another_dtype, "the checkpoint stores it as bfloat16, mxfp8 as float8_e4m3fn", 1),
+        (another_shape, "it has shape [63, 128], expected [64, 128]", 1),
+        (other_names, "none of the names that its first expert may have is in the files", 2),
     ],
-    ids=["missing", "dtype", "shape", "names"],
+    ids=["missing", "first", "dtype", "shape", "names"],
 )
 def test_an_unreadable_checkpoint_is_refused_before_anything_is_computed(
-    run: cli.Run, model: Path, tmp_path: Path, edit: Any, words: str
+    run: cli.Run, model: Path, tmp_path: Path, edit: Any, words: str, status: int
 ) -> None:
     found = run("verify", rewrite_tensors(model, tmp_path / "damaged", edit))
-    assert found.status == 2 and words in found.err and found.out == "" and "[0/2]" not in found.err
+    assert found.status == status and words in found.err and found.out == "" and "[0/2]" not in found.err
     assert len(found.err.splitlines()) == 1
 
 
@@ -225,7 +231,12 @@ def huge(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "words"), [(nan_scale, "NaN"), (nan_code, "NaN"), (huge, "bfloat16 layers hold up to")]
+    ("edit", "words"),
+    [
+        (nan_scale, "1 of 256 scales in {up_proj.weight_scale} are NaN (e8m0 code 255); the first is code 255"),
+        (nan_code, "codes in {down_proj.weight} are NaN (e4m3 codes 127 and 255); the first is code 127"),
+        (huge, "{gate_proj.weight}: the weight of expert 4 in row 0, input feature 0 is"),
+    ],
 )
 def test_damaged_values_are_named_and_the_other_layers_are_compared(
     run: cli.Run, model: Path, tmp_path: Path, edit: Any, words: str
@@ -234,8 +245,82 @@ def test_damaged_values_are_named_and_the_other_layers_are_compared(
     assert found.status == 1
     first, second = found.json["layers"]
     assert first["status"] == "passed" and second["status"] == "damaged"
-    assert words in second["fault"] and "expert 4" in second["fault"] and "expert 0" not in second["fault"]
-    assert f"error: {NAMES[1]}" in found.err
+    stored = re.sub(r"\{(.*)\}", rf"{EXPERT}.\1 (model.safetensors)", words)
+    assert second["fault"].startswith("expert 4: ") and stored in second["fault"], second["fault"]
+    assert "expert 0" not in second["fault"]
+    line = f"error: {NAMES[1]}: {second['backend']}: {second['fault']}\n"
+    assert line in found.err and line.count(NAMES[1]) == 1 + line.count(EXPERT)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "compressed-tensors int8"])
+@pytest.mark.parametrize("matrix", ["gate", "up", "down"])
+def test_a_damaged_scale_of_integers_is_named(
+    run: cli.Run, plain: Path, tmp_path: Path, name: str, matrix: str
+) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        (found,) = [each for each in tensors if re.search(rf"experts\.2\.{matrix}_proj\.(weight_)?scales?$", each)]
+        tensors[found].view(-1)[-1] = torch.nan
+        damaged.append((found, tensors[found].numel()))
+
+    damaged: list[tuple[str, int]] = []
+    folder = rewrite_tensors(FORMATS[name](plain, tmp_path / "model"), tmp_path / "damaged", edit)
+    (layer,) = run("verify", folder, "--json").json["layers"]
+    ((stored, count),) = damaged
+    words = f"expert 2: 1 of {count} scales in {stored} (model.safetensors) are NaN or infinite"
+    assert layer["status"] == "damaged" and layer["fault"].startswith(words), layer["fault"]
+
+
+def test_a_damaged_tensor_of_all_experts_is_named(run: cli.Run, plain: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj_scales"
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors[name][3, 5, 1] = 255
+
+    folder = rewrite_tensors(FORMATS["gpt-oss"](plain, tmp_path / "model"), tmp_path / "damaged", edit)
+    (layer,) = run("verify", folder, "--json").json["layers"]
+    assert re.match(rf"expert 3: 1 of \d+ scales in {name} \(model.safetensors\) are NaN .* \[5, 1\]", layer["fault"])
+
+
+def test_a_missing_tensor_of_all_experts_is_named(run: cli.Run, plain: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.down_proj_blocks"
+    whole = FORMATS["gpt-oss"](plain, tmp_path / "model")
+    found = run("verify", rewrite_tensors(whole, tmp_path / "damaged", lambda tensors: tensors.pop(name)))
+    assert found.status == 1 and f"{name}: the tensor is missing" in found.err
+
+
+def drop_an_expert(tensors: dict[str, Tensor]) -> None:
+    for name in [each for each in tensors if each.startswith("model.layers.1.mlp.experts.5.")]:
+        del tensors[name]
+
+
+def nan_embedding(tensors: dict[str, Tensor]) -> None:
+    tensors["model.embed_tokens.weight"][3, 5] = torch.nan
+
+
+@pytest.mark.parametrize("edit", [drop_an_expert, nan_embedding])
+def test_damage_of_a_whole_checkpoint_is_no_unusable_input(
+    run: cli.Run, model: Path, tmp_path: Path, edit: Any
+) -> None:
+    found = run("verify", rewrite_tensors(model, tmp_path / "damaged", edit))
+    assert found.status == 1 and len(found.err.splitlines()) == 1, found.err
+
+
+def test_what_is_no_checkpoint_with_tensors_is_unusable_input(
+    run: cli.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    found = run("verify", "some/model")
+    assert found.status == 2 and found.err.endswith("where its cache has it: hf download some/model\n")
+    assert "or its config.json" not in found.err
+    told = run("verify", "some/model", "--report-only", "--report", tmp_path / "none")
+    assert told.status == 2 and "hf download some/model --include '*config.json'" in told.err
+    folder = tmp_path / "models--some--model"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "snapshots" / "abc" / "config.json").write_bytes((cli.CONFIGS / "gpt-oss-20b.json").read_bytes())
+    found = run("verify", "some/model")
+    assert found.status == 2 and found.err.endswith("not its config alone: hf download some/model\n"), found.err
 
 
 def test_a_truncated_file_is_refused(run: cli.Run, model: Path, tmp_path: Path) -> None:
@@ -243,7 +328,7 @@ def test_a_truncated_file_is_refused(run: cli.Run, model: Path, tmp_path: Path) 
     file = damaged / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     found = run("verify", damaged)
-    assert found.status == 2 and "the file, and a server does not start" in found.err and "Fetch" in found.err
+    assert found.status == 1 and "the file, and a server does not start" in found.err and "Fetch" in found.err
 
 
 @pytest.mark.parametrize(
@@ -259,7 +344,7 @@ def test_an_index_that_does_not_fit(run: cli.Run, model: Path, tmp_path: Path, i
     damaged = rewrite_tensors(model, tmp_path / "damaged", lambda tensors: None)
     (damaged / "model.safetensors.index.json").write_text(json.dumps(index))
     found = run("verify", damaged)
-    assert found.status == 2 and words in found.err
+    assert found.status == 1 and words in found.err
 
 
 def test_a_folder_without_tensors_and_a_model_without_experts(run: cli.Run, plain: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..errors import CheckpointError
+from ..errors import DamagedCheckpointError
 from ..quantization.fields import shortened
 from ..quantization.types import LayerNames
 from .files import CheckpointFiles
@@ -52,8 +52,8 @@ def check_expert_counts(
         A note for each kind of difference in layers for multi-token prediction.
 
     Raises:
-        CheckpointError: of some other layers the files hold experts that the config does not count, or lack some of
-            those that it counts.
+        DamagedCheckpointError: of some other layers the files hold experts that the config does not count, or lack some
+            of those that it counts.
     """
     by_module: dict[str, dict[int, CountedLayer]] = {}
     for layer in layers:
@@ -71,7 +71,7 @@ def check_expert_counts(
         if words := _difference(found[module], numbers, field, is_complete):
             (notes if checked.is_draft else errors).setdefault(words, []).append(checked.names.modules[0])
     for (rule, remedy), names in errors.items():
-        raise CheckpointError(rule, remedy, f"{config.path}, {compact_layer_names(names)}")
+        raise DamagedCheckpointError(rule, remedy, f"{config.path}, {compact_layer_names(names)}")
     return [
         f"{compact_layer_names(names)}: {rule}, where speculative decoding uses these layers. {remedy}"
         for (rule, remedy), names in notes.items()

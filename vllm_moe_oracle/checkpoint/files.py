@@ -45,32 +45,31 @@ class CheckpointFiles:
     notes: tuple[str, ...] = ()
 
 
-def read_checkpoint(path: Path | str) -> CheckpointFiles:
+def read_checkpoint(path: Path | str, needs_tensors: bool = False) -> CheckpointFiles:
     """Reads the files that describe a checkpoint.
 
     Args:
         path: the checkpoint's folder, or its config.json under any name; or, where nothing has this path, the name of a
             model of the Hugging Face Hub that lies in its local cache.
+        needs_tensors: an error asks for a folder with tensors; a config alone is read all the same.
 
     Raises:
         LeftToStockError: it is GGUF.
         CheckpointError: a file that is missing, cannot be read, is too large, or holds no JSON object.
     """
     with boundary(CheckpointError, "cannot be read", where=str(path)):
-        return _read_checkpoint(Path(path))
+        return _read_checkpoint(Path(path), needs_tensors)
 
 
-def _read_checkpoint(path: Path) -> CheckpointFiles:
+def _read_checkpoint(path: Path, needs_tensors: bool) -> CheckpointFiles:
     found = exists(path)
     if not found and is_hub_name(str(path)) and (snapshot := cached_snapshot(str(path))) is not None:
-        return _read_checkpoint(snapshot)
+        return _read_checkpoint(snapshot, needs_tensors)
     if not found:
-        remedy = "Give a checkpoint's folder or its config.json; nothing is downloaded"
+        remedy = f"Give a checkpoint's folder{'' if needs_tensors else ' or its config.json'}; nothing is downloaded"
         if is_hub_name(str(path)):
-            remedy += (
-                f". A model of the Hugging Face Hub is read where its cache has it: hf download {path} --include "
-                "'*config.json' 'params.json'"
-            )
+            files = "" if needs_tensors else " --include '*config.json' 'params.json'"
+            remedy += f". A model of the Hugging Face Hub is read where its cache has it: hf download {path}{files}"
         if address := re.match(r"https?:/+huggingface\.co/([\w.-]+/[\w.-]+)", str(path), re.ASCII):
             remedy = f"Give the model's name, {address[1]}, where the Hub's local cache has it; nothing is downloaded"
         raise CheckpointError("no such file or folder", remedy, str(path))

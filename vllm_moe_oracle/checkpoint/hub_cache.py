@@ -22,6 +22,13 @@ def is_hub_name(word: str) -> bool:
     return not word.endswith(".json") and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", word, re.ASCII) is not None
 
 
+def name_of_snapshot(folder: Path) -> str:
+    """The model's name, ``ORG/NAME``, of a folder that `cached_snapshot` returns; "" for another folder."""
+    kind, _, name = folder.parent.parent.name.partition("--")
+    name = name.replace("--", "/", 1)
+    return name if kind == "models" and folder.parent.name == "snapshots" and is_hub_name(name) else ""
+
+
 def cached_snapshot(name: str) -> Path | None:
     """The folder of a model's cached main revision; None where the cache has none.
 

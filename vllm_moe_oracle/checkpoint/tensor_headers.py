@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedCheckpointError
 from ..quantization.fields import short_repr
 from ..untrusted import boundary, check_values, exists, parse_json, read_file
 
@@ -94,8 +94,9 @@ def indexed_names(folder: Path) -> list[str] | None:
     file of the folder, and where there is none.
 
     Raises:
-        CheckpointError: the index cannot be read, has no ``weight_map``, or one that names no file or another one than
-            a safetensors file of the folder.
+        CheckpointError: the index cannot be read.
+        DamagedCheckpointError: it has no ``weight_map``, or one that names no file or another one than a safetensors
+            file of the folder.
     """
     index = folder / INDEX_NAME
     with boundary(CheckpointError, "cannot be read", where=str(index)):
@@ -104,14 +105,14 @@ def indexed_names(folder: Path) -> list[str] | None:
     data = read_file(index, _MAX_INDEX_BYTES, CheckpointError)
     check_values(data, CheckpointError, str(index))
     remedy = "Fetch the file again, or remove it where all files of the folder belong to the model"
-    with boundary(CheckpointError, "has no weight_map from names to files", remedy, str(index)):
+    with boundary(DamagedCheckpointError, "has no weight_map from names to files", remedy, str(index)):
         names = sorted({*_INDEX.decode(data).weight_map.values()})
     if not names:
-        raise CheckpointError("names no file of tensors: its weight_map is empty", remedy, str(index))
+        raise DamagedCheckpointError("names no file of tensors: its weight_map is empty", remedy, str(index))
     for name in names:
         if Path(name).name != name or "\0" in name or not name.endswith(".safetensors"):
             rule = f"names {short_repr(name)}, which is no safetensors file of its folder"
-            raise CheckpointError(rule, remedy, str(index))
+            raise DamagedCheckpointError(rule, remedy, str(index))
     return names
 
 
@@ -181,7 +182,8 @@ def expert_tensors(folder: Path, modules: Collection[str]) -> dict[str, ExpertTe
 
     Raises:
         RefusedFileError: the tensors of a file do not lie in it as vLLM's reader wants them.
-        CheckpointError: a file cannot be read, or is not in the safetensors format.
+        DamagedCheckpointError: a file is not in the safetensors format.
+        CheckpointError: a file cannot be read.
     """
     longest = max(map(len, modules), default=0)
     wanted = frozenset(modules)
@@ -202,7 +204,7 @@ def expert_tensors(folder: Path, modules: Collection[str]) -> dict[str, ExpertTe
     return found
 
 
-class RefusedFileError(CheckpointError):
+class RefusedFileError(DamagedCheckpointError):
     """A file of tensors whose header is read, and which vLLM's reader refuses."""
 
 
@@ -284,7 +286,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     with boundary(CheckpointError, "cannot be read", where=str(path)):
         file = path.open("rb")
     remedy = "Fetch the file itself (git lfs pull), or give the config.json: no tensor is looked at then"
-    with file, boundary(CheckpointError, "is not a safetensors file", remedy, str(path)):
+    with file, boundary(DamagedCheckpointError, "is not a safetensors file", remedy, str(path)):
         yield file
 
 

@@ -26,7 +26,7 @@ from ..checkpoint.moe_layers import MoeLayers, find_moe_layers
 from ..checkpoint.serving import with_activations
 from ..core.decision import Decision
 from ..core.problem import Device, Problem
-from ..errors import BackendDefect, CheckpointError, MeasurementError, NoBackendError
+from ..errors import BackendDefect, CheckpointError, DamagedCheckpointError, MeasurementError, NoBackendError
 from ..measurements import lookup
 from ..methods.measure_hook import Progress
 from ..oracle.registry import Registry, default_registry
@@ -163,8 +163,8 @@ class Verification:
             registry: the backends; None for the default registry.
 
         Raises:
-            CheckpointError: the checkpoint has no quantized experts, or a tensor is missing, misshapen or of the wrong
-                dtype; or its files cannot be read.
+            DamagedCheckpointError: a tensor is missing, misshapen or of the wrong dtype, or a file is damaged.
+            CheckpointError: the checkpoint has no quantized experts, or its files cannot be read.
             MeasurementError: vLLM is not installed, or stock vLLM serves every layer.
             NoBackendError: no backend can run a layer that the settings name one for.
         """
@@ -198,7 +198,7 @@ class Verification:
             ]
             for each in self.plans:
                 if each.tensors is not None:
-                    each.tensors.check_headers()
+                    _check_headers(each.tensors)
         except BaseException:
             self.files.close()
             raise
@@ -251,7 +251,7 @@ class Verification:
             on_check: called before each comparison, which may end this process.
 
         Raises:
-            CheckpointError: the files changed while they were read.
+            DamagedCheckpointError: the files changed while they were read, or the model's embedding is damaged.
             HostMemoryError: the memory is not sufficient for a layer.
             MeasurementError: a result cannot be kept.
         """
@@ -308,7 +308,9 @@ class Verification:
                 check = LayerCheck(plan.problem, tensors.expert, tokens, adapter, kind, tensors.raw_expert)
                 result, outputs = self._compare(plan, name, check, adapter)
             except CheckpointError as error:
-                words = f"{error}"
+                # The result names the layer.
+                where = error.where.removeprefix(plan.problem.layer).removeprefix(", ")
+                words = f"{CheckpointError(error.rule, error.remedy, where)}"
                 result, outputs = LayerResult(plan.problem.layer, name, "damaged", fault=words), None
             if outputs is not None and name == plan.backends[-1]:
                 stream.advance(outputs)
@@ -361,6 +363,13 @@ class Verification:
             notes.append(f"{candidate} refuses the layer ({refusal})")
         fault = "; ".join([*notes, "no other candidate is left"])
         return LayerResult(problem.layer, name, "failed", fault=fault), None
+
+
+def _check_headers(tensors: StoredExperts) -> None:
+    try:
+        tensors.check_headers()
+    except CheckpointError as error:  # of a scheme, which does not know where the tensor is from
+        raise DamagedCheckpointError(error.rule, error.remedy, error.where) from error
 
 
 def _architectures(config: CheckpointFiles) -> Iterator[object]:

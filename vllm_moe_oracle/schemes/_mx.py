@@ -193,10 +193,9 @@ def require_codes(tensors: Mapping[str, Tensor], problem: Problem) -> None:
         if damaged:
             code = codes[damaged[0] : damaged[0] + 1].view(torch.uint8)
             bad = (code & 0x7F) == _E4M3_NAN
-            rule = (
-                f"codes in {names[canonical]} of {len(damaged)} of {len(codes)} local experts are NaN (e4m3 codes 127 "
-                f"and 255); {first_place(bad, code, damaged[0])}"
-            )
+            counted = f" of {len(damaged)} of {len(codes)} local experts" if len(codes) > 1 else ""
+            rule = f"codes in {names[canonical]}{counted} are NaN (e4m3 codes 127 and 255)"
+            rule += f"; {first_place(bad, code, damaged[0])}"
             raise CheckpointError(rule, "The checkpoint is damaged, or a weight was never loaded", problem.layer)
 
 

@@ -9,7 +9,9 @@ the name of a tensor otherwise.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +21,10 @@ import torch
 from torch import Tensor
 
 from .. import schemes
+from ..checkpoint.hub_cache import name_of_snapshot
 from ..checkpoint.tensor_headers import indexed_names
 from ..core.problem import Parallel, Problem, Routing
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedCheckpointError
 from ..layouts.byte_views import cat_bytes
 from ..quantization.fields import short_repr
 from ..quantization.types import GATED_PROJECTIONS, UNGATED_PROJECTIONS, LayerNames
@@ -68,14 +71,15 @@ class TensorFiles:
             folder: the checkpoint's.
 
         Raises:
-            CheckpointError: there are no such files, one is missing, truncated or not in the format, or a tensor is in
-                two of them.
+            DamagedCheckpointError: a file is missing, truncated or not in the format, or a tensor is in two of them.
+            CheckpointError: there are no such files, or one may not be read.
         """
         from safetensors import safe_open
 
         self.folder = folder
         self._open = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
         with boundary(CheckpointError, "cannot be read", where=str(folder)):
             paths = _files_of(folder)
             self.identity = tuple(map(_file_identity, paths))
@@ -84,14 +88,16 @@ class TensorFiles:
                 with boundary(CheckpointError, "cannot be read", where=str(path)):
                     path.open("rb").close()  # `safe_open` says of every file that it cannot open that there is none
                 remedy = "Fetch the file itself again (git lfs pull, or hf download)"
-                with boundary(CheckpointError, "is damaged, or no safetensors file", remedy, str(path)):
+                with boundary(DamagedCheckpointError, "is damaged, or no safetensors file", remedy, str(path)):
                     file = self._open.enter_context(safe_open(path, framework="pt"))
                     names = list(file.keys())
                 for name in names:
                     if name in self._files:
                         rule = f"{short_repr(name)} is in another file, too"
-                        raise CheckpointError(rule, "Remove the file that does not belong to the model", str(path))
-                    self._files[name] = file
+                        raise DamagedCheckpointError(
+                            rule, "Remove the file that does not belong to the model", str(path)
+                        )
+                    self._files[name], self._paths[name] = file, path
         except BaseException:
             self.close()
             raise
@@ -102,6 +108,10 @@ class TensorFiles:
     def names(self) -> Iterator[str]:
         """Names of all tensors."""
         return iter(self._files)
+
+    def path(self, name: str) -> Path:
+        """The file that has a tensor."""
+        return self._paths[name]
 
     def close(self) -> None:
         """Closes the files."""
@@ -116,7 +126,9 @@ class TensorFiles:
         found = self._files[name].get_slice(name)
         word = str(found.get_dtype())
         if word not in _DTYPES:
-            raise CheckpointError(f"{name} is stored as {short_repr(word)}, which is not read", where=str(self.folder))
+            raise CheckpointError(
+                f"{name} is stored as {short_repr(word)}, which is not read", where=str(self.path(name))
+            )
         return torch.empty(found.get_shape(), dtype=_DTYPES[word], device="meta")
 
     def read(self, name: str, index: int | None = None) -> Tensor:
@@ -125,7 +137,7 @@ class TensorFiles:
         Raises:
             CheckpointError: the bytes cannot be read.
         """
-        with boundary(CheckpointError, f"{name} cannot be read", where=str(self.folder)):
+        with boundary(CheckpointError, f"{name} cannot be read", where=str(self.path(name))):
             if index is None:
                 return self._files[name].get_tensor(name)  # type: ignore[no-any-return]  # safetensors has no types
             return self._files[name].get_slice(name)[index : index + 1][0]  # type: ignore[no-any-return]  # safetensors has no types
@@ -144,13 +156,17 @@ def _files_of(folder: Path) -> list[Path]:
         names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     if not names:
         rule = "the folder has no safetensors files"
-        raise CheckpointError(rule, "Give the folder with the model's tensors, not its config alone", str(folder))
+        name = name_of_snapshot(folder)
+        fetch = f": hf download {name}" if name else ""
+        raise CheckpointError(
+            rule, f"Give the folder with the model's tensors, not its config alone{fetch}", str(folder)
+        )
     if len(names) > _MAX_FILES:
         raise CheckpointError(f"{len(names)} files are more than {_MAX_FILES}", where=str(folder))
     for name in names:
         if not (folder / name).is_file():  # a pipe or a device would block
             rule = "the file is missing, or is not a regular one"
-            raise CheckpointError(rule, "Fetch it again: the download is not complete", str(folder / name))
+            raise DamagedCheckpointError(rule, "Fetch it again: the download is not complete", str(folder / name))
     return [folder / name for name in names]
 
 
@@ -185,24 +201,56 @@ class StoredExperts:
 
         Raises:
             CheckpointError: the bytes cannot be read, or are damaged: NaN, infinite, or too large for any kernel. The
-                message names layer, expert and place.
+                message names layer, expert, tensor, file and place.
         """
-        raw = self.raw_expert(index)
-        module = schemes.module(self.problem.scheme.name)
-        found: dict[str, Tensor] = module.canonical_expert({name: each[0] for name, each in raw.items()}, self._one())
+        raw = {name: each[0] for name, each in self.raw_expert(index).items()}
+        found: dict[str, Tensor] = self._module.canonical_expert(raw, self._one())
         return found
 
     def raw_expert(self, index: int) -> dict[str, Tensor]:
         """The same before conversion, as the scheme's ``read`` returns it, `[1, ...]` each."""
-        problem, module = self._one(), schemes.module(self.problem.scheme.name)
+        names = self._tensor_names(index)
         try:
-            raw: dict[str, Tensor] = self._read(index, problem)
-            module.check_values(raw, problem)
+            return self._read_checked(index, names, self._one())
         except CheckpointError as error:
+            rule, remedy = error.rule, error.remedy
+            for canonical, parameter in self._module.parameter_names(self.problem).items():
+                word = re.compile(rf"\b{parameter}\b")
+                if canonical in names and word.search(f"{rule} {remedy}"):
+                    name, own = self._find_damaged(index, names, canonical, word)
+                    rule = own.rule if own is not None and word.search(rule) else rule
+                    stored = f"{name} ({self.files.path(name).name})"
+                    rule, remedy = word.sub(stored, rule), word.sub(stored, remedy)
             # The scheme saw a layer of one expert.
-            rule = error.rule.replace("local expert 0", f"expert {index}").replace("expert 0", f"expert {index}")
-            raise CheckpointError(rule, error.remedy, f"{self.problem.layer}, expert {index}") from error
+            rule = rule.replace("local expert 0", f"expert {index}").replace("expert 0", f"expert {index}")
+            layer = self.problem.layer
+            where = f"{layer}, expert {index}" if error.where == layer else error.where
+            raise DamagedCheckpointError(rule, remedy, where) from error
+
+    def _read_checked(self, index: int, names: Mapping[str, Shards], problem: Problem) -> dict[str, Tensor]:
+        """What `raw_expert` returns, from tensors of these names."""
+        raw = self._read(index, problem, names)
+        self._module.check_values(raw, problem)
         return raw
+
+    def _find_damaged(
+        self, index: int, names: Mapping[str, Shards], canonical: str, parameter: re.Pattern[str]
+    ) -> tuple[str, CheckpointError | None]:
+        """Which of the files' tensors that fill a refused parameter is damaged, and the error with the place in it.
+
+        Gate and up are one parameter. Each is read alone, as the only matrix of an expert without a gate; where none is
+        refused then, it is the last one without an error.
+        """
+        *others, last = names[canonical].values()
+        ungated = replace(self._one(), activation=replace(self.problem.activation, gated=False))
+        for shard, name in names[canonical].items() if others else ():
+            alone = {each: {"w1": own[shard]} if shard in own else own for each, own in names.items()}
+            try:
+                self._read_checked(index, alone, ungated)
+            except CheckpointError as error:
+                if parameter.search(f"{error}"):
+                    return name, error
+        return last, None
 
     def check_headers(self) -> None:
         """Checks names, dtypes and shapes of all experts' tensors; nothing but headers is read.
@@ -219,6 +267,11 @@ class StoredExperts:
                         raise CheckpointError("the tensor is missing", remedy, where)
                     if self.projections or index == 0:
                         self._check(self.files.meta(name), canonical, shard, where)
+
+    @property
+    def _module(self) -> Any:
+        """The scheme's module."""
+        return schemes.module(self.problem.scheme.name)
 
     def _one(self) -> Problem:
         """A layer of one of the experts."""
@@ -250,7 +303,7 @@ class StoredExperts:
             return
         bias, codes = suffix == "_bias", suffix == ""
         tensor = tensor if bias else packed_bytes(tensor, is_scale=not codes)
-        shape = schemes.module(self.problem.scheme.name).shapes(self._one())[canonical][1:]
+        shape = self._module.shapes(self._one())[canonical][1:]
         if not self.projections:  # all experts; the 16 bytes of a block of codes are a dimension of their own
             shape = (
                 (self.problem.num_experts, *shape[:-1], shape[-1] // 16, 16)
@@ -271,15 +324,13 @@ class StoredExperts:
             rule = f"it has shape {list(tensor.shape)}, expected {list(shape)}"
             raise CheckpointError(rule, "The file belongs to another model or format than its config", where)
 
-    def _read(self, index: int, problem: Problem) -> dict[str, Tensor]:
-        """An expert's parameters as vLLM's loaders would fill them, read by the scheme."""
-        module = schemes.module(problem.scheme.name)
-        names = module.parameter_names(problem)
+    def _read(self, index: int, problem: Problem, names: Mapping[str, Shards]) -> dict[str, Tensor]:
+        """An expert's parameters as vLLM's loaders would fill them from tensors of these names, read by the scheme."""
         if problem.scheme.name == "wna16":
-            return self._read_wna16(index, problem)
+            return self._read_wna16(index, problem, names)
         parameters: dict[str, Tensor] = {}
-        shapes = module.shapes(problem)
-        for canonical, shards in self._tensor_names(index).items():
+        shapes, own = self._module.shapes(problem), self._module.parameter_names(problem)
+        for canonical, shards in names.items():
             parts = []
             for shard, name in shards.items():
                 part = self._read_part(name, canonical, shard, index)
@@ -287,8 +338,8 @@ class StoredExperts:
             joined = cat_bytes(parts)
             if joined.dtype.is_floating_point and joined.dtype.itemsize > 1:
                 joined = joined.to(getattr(torch, problem.dtype))
-            parameters[names[canonical]] = joined.reshape(shapes[canonical])
-        found: dict[str, Tensor] = module.read(parameters, problem)
+            parameters[own[canonical]] = joined.reshape(shapes[canonical])
+        found: dict[str, Tensor] = self._module.read(parameters, problem)
         return found
 
     def _read_part(self, name: str, canonical: str, shard: str, index: int) -> Tensor:
@@ -299,7 +350,7 @@ class StoredExperts:
         self._check(part.to("meta"), canonical, shard, f"{self.problem.layer}, expert {index}, {name}")
         return part
 
-    def _read_wna16(self, index: int, problem: Problem) -> dict[str, Tensor]:
+    def _read_wna16(self, index: int, problem: Problem, names: Mapping[str, Shards]) -> dict[str, Tensor]:
         packing = problem.scheme.packing
         layout = wna16_files.checkpoint_layout(packing)
         shapes = wna16_parameters.parameter_shapes(problem, layout)
@@ -307,7 +358,7 @@ class StoredExperts:
         for parameter, canonical in wna16_parameters.canonical_names(problem).items():
             suffix = canonical.removeprefix("w13").removeprefix("w2")
             data: Tensor | None = None
-            for shard, name in self._tensor_names(index)[canonical].items():
+            for shard, name in names[canonical].items():
                 part = self._read_part(name, canonical, shard, index)
                 if suffix in ("_scale", "_bias"):  # as the parameter, which has the model's dtype
                     part = part.to(getattr(torch, problem.dtype))
@@ -335,36 +386,37 @@ def find_layer(files: TensorFiles, problem: Problem, layer: LayerNames) -> Store
         layer: its names.
 
     Raises:
-        CheckpointError: no tensor of the first expert has a name that is known.
+        DamagedCheckpointError: there are no tensors of the layer's experts.
+        CheckpointError: no tensor of the first two experts has a name that is known.
     """
     canonical = schemes.module(problem.scheme.name).parameter_names(problem)
     if problem.scheme.name != "wna16":
         for module, _ in layer.modules_in_files():
             fused = {name: _FUSED_ENDINGS[name] for name in canonical}
-            if all(f"{module}.{ending}" in files for ending in (fused["w13"], fused["w2"])):
+            if any(f"{module}.{ending}" in files for ending in (fused["w13"], fused["w2"])):
                 return StoredExperts(files, problem, module, (), fused, 0, layer.transposed_router)
     endings = {name.removeprefix("w13"): own.removeprefix("w13_") for name, own in canonical.items() if name[1] == "1"}
     gated = problem.activation.gated
     others = {} if problem.scheme.name == "wna16" else _OTHER_ENDINGS
     known = {suffix: (ending, *others.get(ending, ())) for suffix, ending in endings.items()}
     conventions = dict.fromkeys((*layer.conventions(), *(GATED_PROJECTIONS if gated else UNGATED_PROJECTIONS)))
-    for module, number in layer.modules_in_files():
-        for names in conventions:
-            if len(names) != (3 if gated else 2):
-                continue
-            first = f"{module}.{number}.{names[0]}."
-            found = {
-                suffix: next((each for each in possible if first + each in files), possible[0])
-                for suffix, possible in known.items()
-            }
-            if first + found[""] in files:
-                return StoredExperts(files, problem, module, names, found, number, layer.transposed_router)
+    fitting = [names for names in conventions if len(names) == (3 if gated else 2)]
+    # The second expert tells where tensors of the first are missing, which `check_headers` names.
+    for after, (module, number), names in itertools.product((0, 1), layer.modules_in_files(), fitting):
+        first = f"{module}.{number + after}.{names[0]}."
+        found = {
+            suffix: next((each for each in possible if first + each in files), possible[0])
+            for suffix, possible in known.items()
+        }
+        if first + found[""] in files:
+            return StoredExperts(files, problem, module, names, found, number, layer.transposed_router)
     looked = f"{layer.modules[0]}.0.{next(iter(conventions))[0]}.{endings['']}"
     inside = [name for name in files.names() if f".{_number(problem.layer)}." in name]
     near = sorted(name for name in inside if "expert" in name or ".moe." in name)
     rule = f"none of the names that its first expert may have is in the files, such as {looked}"
-    remedy = f"The files have {', '.join(map(short_repr, near[:3]))}" if near else "They have no experts of this layer"
-    raise CheckpointError(rule, remedy, problem.layer)
+    if not near:
+        raise DamagedCheckpointError(rule, "They have no experts of this layer", problem.layer)
+    raise CheckpointError(rule, f"The files have {', '.join(map(short_repr, near[:3]))}", problem.layer)
 
 
 def _number(layer: str) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.problem import Problem, Routing
-from ..errors import CheckpointError
+from ..errors import DamagedCheckpointError
 from ..schemes._checks import dtype_name
 from . import routing
 from .checkpoint_tensors import StoredExperts, TensorFiles
@@ -74,7 +74,7 @@ class TokenStream:
             gemma_norms: the model's norms multiply by 1 + weight (`releases.gemma_norms`).
 
         Raises:
-            CheckpointError: the embedding is NaN or infinite.
+            DamagedCheckpointError: the embedding is NaN or infinite.
         """
         self._files, self._hidden_size = files, hidden_size
         self._norm_offset = 1.0 if gemma_norms else 0.0
@@ -122,7 +122,7 @@ class TokenStream:
         """The inputs of a layer.
 
         Raises:
-            CheckpointError: the layer's norm or router is NaN or infinite, or so large that what it computes is.
+            DamagedCheckpointError: the layer's norm or router is NaN or infinite, or so large that what it computes is.
         """
         x, normed = self._normed(layer)
         weights, ids, routed = self._route(layer, x)
@@ -141,7 +141,7 @@ class TokenStream:
         sizes = _sizes(x)
         if not bool((sizes <= _MOST).all()):  # NaN is not
             rule = f"it makes inputs whose root mean square is {float(sizes.amax()):.3g}, more than {_MOST:.0f}"
-            raise CheckpointError(rule, _DAMAGED, f"{name} (norm)")
+            raise DamagedCheckpointError(rule, _DAMAGED, f"{name} (norm)")
         empty = sizes < _LEAST
         x[empty] = states[empty].to(dtype)
         count = int(empty.sum())
@@ -199,7 +199,7 @@ class TokenStream:
         weights, ids = routing.route(how, problem.top_k, logits, correction)
         if not bool((weights.abs() <= _MOST).all()):  # NaN is not
             rule = f"it makes routing weights that are NaN, infinite or larger than {_MOST:.0f}"
-            raise CheckpointError(rule, _DAMAGED, f"{name or block} (router)")
+            raise DamagedCheckpointError(rule, _DAMAGED, f"{name or block} (router)")
         return weights, ids, words
 
     def _router(self, block: str, layer: StoredExperts) -> tuple[str, Tensor | None]:
@@ -253,4 +253,4 @@ _DAMAGED = "The checkpoint is damaged"
 def _require_finite(values: Tensor, name: str) -> None:
     bad = int((~torch.isfinite(values)).sum())
     if bad:
-        raise CheckpointError(f"{bad} of {values.numel()} values are NaN or infinite", _DAMAGED, name)
+        raise DamagedCheckpointError(f"{bad} of {values.numel()} values are NaN or infinite", _DAMAGED, name)

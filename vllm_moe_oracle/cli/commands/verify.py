@@ -18,7 +18,7 @@ from ...checkpoint.layer_names import compact_layer_names, short_layer_names
 from ...checkpoint.moe_layers import find_moe_layers
 from ...core.problem import Device
 from ...devices import detect
-from ...errors import SettingError
+from ...errors import DamagedCheckpointError, SettingError
 from ...oracle.selection import check_backend_names
 from ...settings import Settings, env_var
 from .. import child_process, layer_arguments, output
@@ -64,9 +64,11 @@ Examples:
 Exit status:
   0  every decided kernel agrees with the reference, and with --report every
      layer runs through the oracle
-  1  a kernel is wrong or ended the process, weights are damaged, a layer has no
-     backend, or the server does not run a layer through the oracle
-  2  the input cannot be used; one line on standard error says what and where
+  1  a kernel is wrong or ended the process, the files of the weights are
+     damaged, incomplete or do not fit the config, a layer has no backend, or
+     the server does not run a layer through the oracle
+  2  the input cannot be used: no checkpoint or a config that is not read, an
+     option, a report of another model; one line on standard error says what
   130  interrupted; --resume continues
 """
 
@@ -93,14 +95,18 @@ def command(
     if report_only and report is None:
         raise SettingError("there is no report to compare", "Name the file with --report", "--report-only")
     require_a_path(path)
-    config = read_checkpoint(Path(path))
     machine = _require_kind(device)
     answer = _Answer(machine, as_json)
-    if report is not None:
-        layers = find_moe_layers(config, vllm=machine.packages.get("vllm"))
-        answer.engagement = read_engagement(report, layers)
-    if not report_only:
-        _check(answer, config, chosen, resume)
+    try:
+        config = read_checkpoint(Path(path), needs_tensors=not report_only)
+        if report is not None:
+            layers = find_moe_layers(config, vllm=machine.packages.get("vllm"))
+            answer.engagement = read_engagement(report, layers)
+        if not report_only:
+            _check(answer, config, chosen, resume)
+    except DamagedCheckpointError as error:
+        output.print_message("error", str(error))
+        raise typer.Exit(EXIT_FAILED) from error
     answer.print()
     if answer.stopped:
         raise typer.Exit(EXIT_INTERRUPTED)
