@@ -24,7 +24,7 @@ TABLES: list[tuple[Sequence[str], list[list[str]]]] = [
     ),
     (("us by tokens", *COUNTS), [[name, *(f"{index}{count}" for count in COUNTS)] for index, name in enumerate(NAMES)]),
     (
-        ("layer", "verdict", "error", "worst", "allowed", "outliers", "experts", "s"),
+        ("layer", "verdict", "error", "worst", "allowed", "beyond", "experts", "seconds"),
         [["24", "stock vLLM's", "1.2e-03", "2.3e-03", "4.5e-02", "0", "128/128", "12.3"]],
     ),
     (

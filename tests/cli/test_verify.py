@@ -55,6 +55,10 @@ def test_a_checkpoint_that_is_right(run: cli.Run, model: Path) -> None:
     found = run("verify", model)
     assert found.status == 0, found.err
     assert "2 of 2 layers agree with the float32 reference" in found.out
+    table, _, legend = found.out.partition("error: ")
+    columns = re.search(r"verdict +(.*)", table)
+    assert columns is not None and columns[1].split() == ["error", "worst", "allowed", "beyond", "experts", "seconds"]
+    assert all(f"{each}: " in f"error: {legend}" for each in ("error", "worst", "allowed", "beyond"))
     assert "inputs: embedding, the layer's norm, the layer's router" in found.out
     assert "[1/2] model.layers.1.mlp.experts" in found.err
     told = run("verify", model, "--json", "--device", "cpu")
@@ -295,6 +299,16 @@ def drop_an_expert(tensors: dict[str, Tensor]) -> None:
 
 def nan_embedding(tensors: dict[str, Tensor]) -> None:
     tensors["model.embed_tokens.weight"][3, 5] = torch.nan
+
+
+def nan_attention(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.0.self_attn.q_proj.weight"][:] = torch.nan
+
+
+def test_what_is_not_read_is_said(run: cli.Run, model: Path, tmp_path: Path) -> None:
+    found = run("verify", rewrite_tensors(model, tmp_path / "damaged", nan_attention))
+    said = " ".join(found.out.split())
+    assert found.status == 0 and "not read: attention, " in said and "compare the files' checksums" in said
 
 
 @pytest.mark.parametrize("edit", [drop_an_expert, nan_embedding])

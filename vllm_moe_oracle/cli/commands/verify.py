@@ -42,6 +42,15 @@ _WORDS = {
 }
 
 
+_LEGEND = (
+    "error: relative error (L2) of all outputs together; worst: of the worst block of 32 columns, column or token",
+    "allowed: the largest error that the formats explain; beyond: blocks with a larger one",
+)
+"""What the columns of the table are."""
+
+_NOT_READ = "not read: attention, dense layers, shared experts, the output layer, all but some rows of the embedding"
+_NOT_FOUND = "not found: damage that leaves plausible numbers, such as a flipped bit; compare the files' checksums"
+
 _GOOD = ("passed", "stock")
 """Of the statuses of a layer, those that are no failure."""
 
@@ -229,7 +238,7 @@ class _Answer:
 
     def _print_tables(self) -> None:
         output.show(f"{self.machine}, vLLM {self.machine.packages.get('vllm', 'unknown')}")
-        head = ("layer", "verdict", "error", "worst", "allowed", "outliers", "experts", "s")
+        head = ("layer", "verdict", "error", "worst", "allowed", "beyond", "experts", "seconds")
         for backend in dict.fromkeys(each.backend for each in self.results):
             own = [each for each in self.results if each.backend == backend]
             names = [each.layer for each in own]
@@ -237,6 +246,8 @@ class _Answer:
             title = f"{compact_layer_names(names)} with {backend or 'no backend'}"
             output.show("", title)
             output.show_table(head, rows, indent=2)
+        if any(each.calls for each in self.results):
+            output.show("", *_LEGEND)
         output.show("", *_summary(self))
 
 
@@ -269,6 +280,8 @@ def _summary(answer: _Answer) -> Iterator[str]:
         yield f"{experts} experts, {calls} calls; at most {memory / 2**20:.1f} MiB of weights at a time"
         sources = dict.fromkeys(each.inputs for each in compared)
         yield f"inputs: {'; '.join(sources)}"
+        yield _NOT_READ
+        yield _NOT_FOUND
     stock = [each.layer for each in results if each.status == "stock"]
     if stock:
         yield f"stock vLLM's, not compared: {compact_layer_names(stock)}"
