@@ -78,6 +78,31 @@ def test_only_damaged_metadata_of_vllm_is_a_reason_to_stand_down() -> None:
     assert ended.returncode == 0 and "vLLM 99.0 is newer than the newest tested release" in ended.stdout
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        (
+            "MOE_ORACLE_BACKEND",
+            "hopper_mxfp9",
+            "'hopper_mxfp9' is not a backend. Did you mean hopper_mxfp8? Valid are ",
+        ),
+        ("MOE_ORACLE_DISABLE", "marlni", "'marlni' is not a backend. Did you mean marlin? Valid are "),
+        ("MOE_ORACLE_DISABLE", "marlin", ""),
+    ],
+)
+def test_a_backend_of_no_format_is_named_at_once(
+    variable: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer refuses it, many lines later. Only the first process of a server says it, and it goes on."""
+    monkeypatch.delenv("_MOE_ORACLE_RECORDS", raising=False)
+    ended = register(imported=True, **{variable: value})
+    assert ended.stdout == "True\nregistered\n"
+    lines = [line for line in ended.stderr.splitlines() if "is not a backend" in line]
+    assert [f"moe_oracle: environment variable {variable}: {said}" in line for line in lines] == [True] * bool(said)
+    of_another_process = register(imported=True, **{variable: value}, _MOE_ORACLE_RECORDS="/tmp/a-folder")
+    assert "is not a backend" not in of_another_process.stderr
+
+
 @pytest.mark.parametrize("variable", ["MOE_ORACLE_SELF_CHECK", "MOE_ORACLE_BAKEND"])
 def test_strict_makes_a_mistyped_setting_an_error(variable: str) -> None:
     ended = register(**{variable: "alll"})

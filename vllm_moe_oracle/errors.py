@@ -233,7 +233,7 @@ class NoBackendError(OracleError, ValueError):
         remedy: as for `OracleError`.
         where: the layer's name.
         candidates: every `core.decision.Candidate` with its verdict. Not pickled; the table has them as text.
-        table: lines with every reason, which the message has between rule and remedy; "" without.
+        table: lines with every reason, which the message has after rule and remedy; "" without.
     """
 
     def __init__(
@@ -244,9 +244,8 @@ class NoBackendError(OracleError, ValueError):
         super().__init__(rule, remedy, where)
 
     def __str__(self) -> str:
-        if not self.table:
-            return super().__str__()
-        return printable("\n".join(filter(None, (self._head, self.table, self.remedy))))
+        # The remedy stands on the first line: that is the one that a search of a long log shows.
+        return printable("\n".join(filter(None, (super().__str__(), self.table))))
 
     def __reduce__(self) -> tuple[type[OracleError], tuple[Any, ...]]:
         return type(self), (self.rule, self.remedy, self.where, (), self.table)

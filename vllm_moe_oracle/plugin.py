@@ -137,7 +137,10 @@ def _activate(chosen: Settings, version: str | None) -> None:
     from .compat.quantization_registry import available_configs
     from .compat.registration import patches_for
     from .methods import measure_hook
+    from .settings import records_dir
 
+    if records_dir() is None:  # the first process of a server
+        _log_unknown_backends(chosen)
     patches = PatchManager()
     try:
         classes = methods.configs(), methods.replacements(), methods.required_modules()
@@ -157,6 +160,24 @@ def _activate(chosen: Settings, version: str | None) -> None:
         True, "registered", version, tuple(sorted(available_configs(methods.configs(), methods.required_modules())))
     )
     logger.info("moe_oracle: active on vLLM %s", version)
+
+
+def _log_unknown_backends(chosen: Settings) -> None:
+    """Logs that the environment names a backend which no format has. Each layer refuses it later, and a long traceback
+    follows; the first line of the log says it first.
+
+    Third parties' backends are not imported here: where there are any, an unknown name may be one of theirs.
+    """
+    from .errors import SettingError
+    from .oracle.backend_names import check_backend_names
+    from .oracle.registry import discover, installed_entry_points
+
+    if not chosen.names_backends or installed_entry_points():
+        return
+    try:
+        check_backend_names(chosen, registry=discover())
+    except SettingError as error:
+        logger.error("moe_oracle: %s", error)
 
 
 def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -307,6 +307,11 @@ class Settings:
     )
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
+    @property
+    def names_backends(self) -> bool:
+        """Whether the user names backends to run or not to run."""
+        return bool(self.backend != AUTO or self.overrides or self.disable)
+
     def source(self, name: str) -> str:
         """The origin of a setting's value: ``default``, or what set it."""
         return self.sources.get(name, "default")

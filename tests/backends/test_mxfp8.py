@@ -254,7 +254,9 @@ def test_a_named_kernel_for_another_card_is_refused_with_its_reason() -> None:
 
 
 def test_names_of_this_projects_backends_are_invalid_for_moe_backend() -> None:
-    with pytest.raises(NoBackendError, match=r"valid are auto, .*humming, marlin; this project's own names"):
+    with pytest.raises(
+        NoBackendError, match=r"Did you mean humming\? Valid are auto, .*humming, marlin; this project's own names"
+    ):
         decide(layer(), gpu(80), Settings(), moe_backend="humming_mxfp8")
 
 

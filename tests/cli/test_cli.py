@@ -231,7 +231,7 @@ def test_moe_backends_of_other_layers_are_known(run: Run, write: Write) -> None:
         left = run("explain", CONFIGS / "deepseek-v3.json", "--device", device, "--moe-backend", "cutlass")
         assert left.status == 0 and "stock vLLM" in left.text
     refused = run("explain", write(), "--device", "nvidia-h200", "--moe-backend", "cutlass")
-    assert refused.status == 3 and "is not a backend for mxfp8 experts; valid are auto, " in refused.text
+    assert refused.status == 3 and "is not a backend for mxfp8 experts. Valid are auto, " in refused.text
 
 
 def test_the_remedy_of_a_refusal_is_kept(run: Run, write: Write) -> None:
@@ -246,7 +246,8 @@ def test_the_remedy_of_a_refusal_is_kept(run: Run, write: Write) -> None:
     [
         (
             "hopper_mxfp4",
-            "hopper_mxfp4 (--backend) is not a backend for mxfp8 experts but for mxfp4 experts; valid are auto,",
+            "hopper_mxfp4 (--backend) is not a backend for mxfp8 experts but for mxfp4 experts. "
+            "Did you mean hopper_mxfp8? Valid are auto,",
         ),
         ("trtllm_mxfp8", "needs compute capability sm_100 to below sm_110; NVIDIA H200 has sm_90. Choose an accepted"),
     ],

@@ -41,7 +41,7 @@ def test_messages_read_as_sentences(arguments: tuple[str, ...], message: str) ->
     ("arguments", "message"),
     [
         (("rule", "remedy", "where"), "where: rule. remedy"),
-        (("rule", "remedy", "where", ("a candidate",), "table:\n  row"), "where: rule\ntable:\n  row\nremedy"),
+        (("rule", "remedy", "where", ("a candidate",), "table:\n  row"), "where: rule. remedy\ntable:\n  row"),
         (("rule", "", "", (), "table:\n  row\x1b"), "rule\ntable:\n  row "),
     ],
 )

@@ -253,7 +253,7 @@ def test_an_explicit_choice_is_not_given_away(
     if not kept:
         assert type(Ours(quant_config=None, moe_config=config(moe_backend=moe_backend))) is Stock
         return
-    with pytest.raises(NoBackendError, match=r"^experts\.0: no backend can run mxfp8 experts here\n"):
+    with pytest.raises(NoBackendError, match=r"^experts\.0: no backend can run mxfp8 experts here\. Buy one\n"):
         Ours(quant_config=None, moe_config=config(moe_backend=moe_backend))
 
 

@@ -29,8 +29,9 @@ from vllm_moe_oracle.core.problem import Activation, Device, Parallel, Problem, 
 from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.errors import NoBackendError, SettingError
 from vllm_moe_oracle.measurements import model_shapes
+from vllm_moe_oracle.oracle.backend_names import check_backend_names
 from vllm_moe_oracle.oracle.registry import Registry, default_registry, discover
-from vllm_moe_oracle.oracle.selection import check_backend_names, decide, evaluate_candidates
+from vllm_moe_oracle.oracle.selection import decide, evaluate_candidates
 from vllm_moe_oracle.releases.supported import NEWEST
 from vllm_moe_oracle.settings import Settings, load
 
@@ -69,7 +70,7 @@ def test_moe_backend_accepts_only_vllms_names() -> None:
     with pytest.raises(NoBackendError) as caught:
         decide(problem(), H200, settings(), moe_backend="other", registry=THREE)
     assert "other (--moe-backend other) is not a backend for mxfp8 experts" in caught.value.rule
-    assert "this project's own names go into MOE_ORACLE_BACKEND" in caught.value.rule
+    assert "this project's own names go into MOE_ORACLE_BACKEND" in caught.value.remedy
 
 
 def test_our_setting_goes_before_vllms_moe_backend_and_says_so() -> None:
@@ -141,10 +142,9 @@ def test_an_explicit_choice_that_cannot_run_is_an_error_with_a_table() -> None:
     assert error.where == problem().layer
     assert {candidate.backend for candidate in error.candidates} == {"wanted", "third", "fast"}
     assert "MOE_ORACLE_ON_UNAVAILABLE=fallback" in error.remedy
-    # A remedy starts its own line after the table, with no full stop before it.
+    # The first line is complete, as a search of a log shows it; the table follows.
     lines = text.splitlines()
-    assert lines[0] == f"{error.where}: {error.rule}" and lines[1].startswith("Every candidate for ")
-    assert lines[-1] == error.remedy
+    assert lines[0] == f"{error.where}: {error.rule}. {error.remedy}" and lines[1].startswith("Every candidate for ")
 
 
 def test_the_remedy_without_accepted_candidates() -> None:
@@ -152,7 +152,7 @@ def test_the_remedy_without_accepted_candidates() -> None:
     with pytest.raises(NoBackendError) as caught:
         decide(problem(), H200, settings(backend="wanted"), registry=some)
     assert caught.value.remedy == "To run wanted: turn the screw"
-    assert str(caught.value).splitlines()[0].endswith("wanted refuses by rule.one for 2048")
+    assert str(caught.value).splitlines()[0].endswith("rule.one for 2048. To run wanted: turn the screw")
 
 
 def test_fallback_takes_the_best_and_keeps_the_reason_in_one_line() -> None:
@@ -171,23 +171,33 @@ def test_fallback_without_candidates_names_the_requested_backend() -> None:
 
 
 def test_an_unknown_name_lists_the_valid_ones() -> None:
-    with pytest.raises(NoBackendError, match="valid are auto, shared, slow_in_vllm;") as caught:
+    with pytest.raises(NoBackendError, match="Valid are auto, shared, slow_in_vllm;") as caught:
         decide(problem(), H200, settings(), moe_backend="flashinfer_cutlass", registry=THREE)
     assert "--moe-backend flashinfer_cutlass" in str(caught.value)
-    with pytest.raises(NoBackendError, match="valid are auto, fast, other, shared, slow, slow_in_vllm"):
+    with pytest.raises(NoBackendError, match="Valid are auto, fast, other, shared, slow, slow_in_vllm"):
         decide(problem(), H200, settings(backend="flashinfer_cutlass"), registry=THREE)
+    with pytest.raises(NoBackendError) as caught:  # as of a server, which asks for each layer alone
+        decide(problem(), H200, settings(backend="hopper_mxfp9"))
+    said = (
+        "hopper_mxfp9 (assignments.backend) is not a backend for mxfp8 experts. Did you mean hopper_mxfp8? Valid are "
+    )
+    assert str(caught.value).splitlines()[0].startswith(f"{problem().layer}: {said}auto, cpu, ")
 
 
 def test_an_unknown_name_can_fall_back() -> None:
     chosen = settings(on_unavailable="fallback")
     decision = decide(problem(), H200, chosen, moe_backend="flashinfer_cutlass", registry=THREE)
     assert decision.backend == "fast" and "flashinfer_cutlass" in decision.explanation
+    decision = decide(problem(), H200, settings(on_unavailable="fallback", backend="hopper_mxfp9"))
+    assert "hopper_mxfp9 (assignments.backend) is not a backend for mxfp8 experts (Did you mean hopper_mxfp8? " in (
+        decision.explanation
+    )
 
 
 def test_a_backend_of_another_scheme_is_refused() -> None:
     both = registry([backend("mx", schemes=("mxfp8",)), backend("int", schemes=("wna16",))])
     with pytest.raises(
-        NoBackendError, match=r"not a backend for mxfp8 experts but for wna16 experts; valid are auto, mx"
+        NoBackendError, match=r"not a backend for mxfp8 experts but for wna16 experts\. Valid are auto, mx"
     ):
         decide(problem(), H200, settings(backend="int"), registry=both)
 
@@ -223,9 +233,9 @@ def test_a_third_partys_disabled_backend_is_not_called() -> None:
 
 def test_auto_is_no_remedy_where_only_a_name_would_do() -> None:
     layer = model_shapes.parse("mxfp8:gpt-oss-20b")
-    with pytest.raises(NoBackendError, match=r"Choose an accepted one \(emulation\)$"):
+    with pytest.raises(NoBackendError, match=r"(?m)Choose an accepted one \(emulation\)$"):
         decide(layer, known_device("nvidia-b200"), settings(backend="hopper_mxfp8"))
-    with pytest.raises(NoBackendError, match=r"\), or auto, or set MOE_ORACLE_ON_UNAVAILABLE=fallback$"):
+    with pytest.raises(NoBackendError, match=r"(?m)\), or auto, or set MOE_ORACLE_ON_UNAVAILABLE=fallback$"):
         decide(problem(), known_device("nvidia-b200"), settings(backend="hopper_mxfp8"))
 
 

@@ -12,8 +12,9 @@ from ..core.overrides import first_match
 from ..core.problem import Device, Placement, Problem, features_for_stock
 from ..errors import LeftToStockError, NoBackendError, StandDown
 from ..measurements.lookup import find_measurements, profile_error
+from ..oracle.backend_names import check_backend_names
 from ..oracle.registry import default_registry
-from ..oracle.selection import check_backend_names, decide
+from ..oracle.selection import decide
 from ..oracle.stock_kernels import is_loadable, stock_candidate
 from ..releases.all2all import effective_all2all, why_vllm_refuses
 from ..releases.supported import check_platform
@@ -297,5 +298,4 @@ def _without_backend(
 
 def names_backends(settings: Settings) -> bool:
     """Whether the user names backends to run or not to run; layers that they cannot run are not left to stock vLLM."""
-    named = settings.backend != AUTO or settings.overrides or settings.disable
-    return bool(named) and settings.on_unavailable != "fallback"
+    return settings.names_backends and settings.on_unavailable != "fallback"

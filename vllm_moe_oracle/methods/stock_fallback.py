@@ -121,4 +121,4 @@ def _has_explicit_choice(moe_backend: str) -> bool:
     with process_state.kept():  # the first question imports third parties' backends
         named = any(moe_backend in each.vllm_names for each in default_registry())
     # Stock vLLM does not know which kernels must not be chosen.
-    return named or chosen.backend != settings.AUTO or bool(chosen.overrides or chosen.disable)
+    return named or chosen.names_backends

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..backends import Backend
@@ -24,11 +24,12 @@ from ..core.decision import (
 from ..core.measurement_set import MeasurementSet
 from ..core.objectives import parse_objective
 from ..core.overrides import first_match
-from ..core.problem import Device, Problem, SchemeName, satisfies_precision
-from ..errors import BackendDefect, NoBackendError, SettingError, did_you_mean
+from ..core.problem import Device, Problem, satisfies_precision
+from ..errors import BackendDefect, NoBackendError
 from ..releases.supported import NEWEST
 from ..releases.vllm_names import MOE_BACKENDS
 from ..settings import AUTO, Settings, env_var
+from .backend_names import known_names, require_known, suggest
 from .checked_backend import is_own
 from .measured_choice import LatencyCurve, MeasuredChoice, choose_fastest
 from .registry import REFERENCE_BACKEND, Registry, default_registry
@@ -62,6 +63,10 @@ class _DecisionInput:
     candidates: tuple[Candidate, ...]
 
     @property
+    def backends(self) -> list[Backend]:
+        return self.registry.for_scheme(self.problem.scheme.name)
+
+    @property
     def accepted(self) -> list[Candidate]:
         return [candidate for candidate in self.candidates if candidate.accepted]
 
@@ -80,71 +85,10 @@ def evaluate_candidates(
     """
     registry = registry if registry is not None else default_registry()
     backends = registry.for_scheme(problem.scheme.name)
-    _require_known(settings.disable, _own_and_families(registry), settings.source("disable"), registry, backends)
+    require_known(settings.disable, known_names(registry), settings.source("disable"), registry, backends)
     disabled = {backend: name for name in settings.disable for backend in registry.selected(name)}
     verdicts = [_evaluate(backend, problem, device, settings, disabled.get(backend.name, "")) for backend in backends]
     return tuple(sorted(verdicts, key=lambda each: (not each.accepted, each.priority, each.backend)))
-
-
-def check_backend_names(
-    settings: Settings,
-    moe_backend: str = AUTO,
-    registry: Registry | None = None,
-    option: str = "--moe-backend",
-    schemes: Collection[SchemeName] = (),
-) -> None:
-    """Refuses names that select no backend for any scheme: they are misspelled.
-
-    Args:
-        settings: the user's settings.
-        moe_backend: vLLM's ``--moe-backend``.
-        registry: the backends; None for the default registry of this process.
-        option: where the user gave `moe_backend`, for the error.
-        schemes: those of the model's layers, whose backends are suggested first; empty where they are unknown.
-
-    Raises:
-        SettingError: `backend`, `overrides`, `disable` or `moe_backend` has an unknown name.
-    """
-    registry = registry if registry is not None else default_registry()
-    named = _own_and_families(registry)
-    options = registry.families().keys() | MOE_BACKENDS | {AUTO}  # of layers that are left to stock vLLM, too
-    suggested = [backend for backend in registry if set(backend.schemes) & set(schemes)]
-    for names, valid, source in (
-        ([settings.backend], named | {AUTO}, settings.source("backend")),
-        ([each.backend for each in settings.overrides], named | {AUTO}, settings.source("overrides")),
-        (settings.disable, named, settings.source("disable")),
-        # A name of this project is known here, and refused by each layer with the setting that takes it.
-        ([] if moe_backend in registry else [moe_backend], options, option),
-    ):
-        _require_known(names, valid, source, registry, suggested)
-
-
-def _own_and_families(registry: Registry) -> set[str]:
-    """The names of single backends and those of families."""
-    return {*(backend.name for backend in registry), *registry.families()}
-
-
-def _suggest(name: str, valid: Iterable[str], suggested: Iterable[Backend] = ()) -> str:
-    """``Did you mean hopper_mxfp8? `` or "": a valid name of the suggested backends before any other, unless a slip of
-    a letter in another one explains the unknown name."""
-    valid = sorted(valid)
-    first = sorted({word for each in suggested for word in (each.name, *each.vllm_names)} & {*valid})
-    found = (did_you_mean(name, names, strict=strict) for strict in (True, False) for names in (first, valid))
-    return next(filter(None, found), "")
-
-
-def _require_known(
-    names: Iterable[str], valid: Collection[str], source: str, registry: Registry, suggested: Iterable[Backend]
-) -> None:
-    """Refuses names that are neither valid nor the name of an entry point that could not be loaded; the error suggests
-    names as `_suggest`."""
-    unknown = [name for name in names if name not in valid and name not in registry.load_errors]
-    if unknown:
-        rule = f"{', '.join(map(repr, unknown))} {'is not a backend' if len(unknown) == 1 else 'are not backends'}"
-        remedy = f"{_suggest(unknown[0], valid, suggested)}Valid are {', '.join(sorted(valid))}"
-        if registry.load_errors:  # the name of an entry point may differ from its backend's
-            remedy += f"; entry points that could not be loaded: {', '.join(registry.load_errors)}"
-        raise SettingError(rule, remedy, source)
 
 
 def decide(
@@ -178,7 +122,7 @@ def decide(
     candidates = evaluate_candidates(problem, device, settings, registry)
     case = _DecisionInput(problem, device, settings, registry, candidates)
     request = _explicit_request(problem, settings, moe_backend)
-    unavailable = ""
+    note = ""
     if request is not None:
         requested = _requested_candidates(request, case)
         chosen = next((candidate for candidate in requested if candidate.accepted), None)
@@ -187,8 +131,9 @@ def decide(
             return _with_tiles(decision, measurements)
         unavailable = _describe_unavailable(request, requested, case)
         if settings.on_unavailable == "error":
-            raise _request_error(request, requested, unavailable, case)
-    return _with_tiles(_automatic_decision(case, unavailable, measurements), measurements)
+            raise _request_error(request, unavailable, case)
+        note = f"; not what was asked for: {unavailable}"
+    return _with_tiles(_automatic_decision(case, note, measurements), measurements)
 
 
 def _no_choice_error(case: _DecisionInput, note: str) -> NoBackendError:
@@ -207,15 +152,14 @@ def _no_choice_error(case: _DecisionInput, note: str) -> NoBackendError:
     return _refusal(rule, _nearest_remedy(case), case)
 
 
-def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: MeasurementSet | None) -> Decision:
+def _automatic_decision(case: _DecisionInput, note: str, measurements: MeasurementSet | None) -> Decision:
     """The decision without an explicit request, or after one that cannot be followed.
 
     Args:
         case: the candidates.
-        unavailable: why an explicit request cannot be followed; "" without one.
+        note: why an explicit request cannot be followed; "" without one.
         measurements: as for `decide`.
     """
-    note = f"; not what was asked for: {unavailable}" if unavailable else ""
     names = automatic_choices(case.candidates)
     if not names:
         raise _no_choice_error(case, note)
@@ -509,36 +453,35 @@ def _describe_shared_reasons(candidates: tuple[Candidate, ...]) -> str:
     return f"; for example {nearest.backend}: {'; '.join(sentences)}"
 
 
-def _describe_unavailable(request: _ExplicitRequest, requested: list[Candidate], case: _DecisionInput) -> str:
-    """Why the request cannot be followed, in one line."""
+def _describe_unavailable(request: _ExplicitRequest, requested: list[Candidate], case: _DecisionInput) -> Reason:
+    """Why the request cannot be followed; the remedy has the names that can be asked for instead of an unknown one."""
     registry, scheme = case.registry, case.problem.scheme.name
     label = f"{request.name} ({request.source})"
     if requested:
-        return f"{label} cannot run this layer on {case.device}: {_merge_reasons(requested, case)}"
+        return Reason("request", f"{label} cannot run this layer on {case.device}: {_merge_reasons(requested, case)}")
     if request.name in registry.load_errors:
-        return f"{label} could not be loaded: {registry.load_errors[request.name]}"
-    rule = f"{label} is not a backend for {scheme} experts"
+        return Reason("request", f"{label} could not be loaded: {registry.load_errors[request.name]}")
+    detail = f"{label} is not a backend for {scheme} experts"
     if request.name in registry and not request.is_vllm_option:
-        rule += f" but for {' and '.join(registry[request.name].schemes)} experts"
-    rule += f"; valid are {', '.join([AUTO, *_selectable_names(request, case)])}"
+        detail += f" but for {' and '.join(registry[request.name].schemes)} experts"
+    valid = [AUTO, *_selectable_names(request, case)]
+    others = known_names(registry) if not request.is_vllm_option else registry.families().keys() | MOE_BACKENDS
+    meant = suggest(request.name, valid if request.name in others else {*valid, *others}, case.backends)
+    remedy = f"{meant}Valid are {', '.join(valid)}"
     if request.is_vllm_option:
-        rule += f"; this project's own names go into {env_var('backend')}"
+        remedy += f"; this project's own names go into {env_var('backend')}"
     if registry.load_errors:  # the name of an entry point may differ from its backend's
-        rule += f"; entry points that could not be loaded: {', '.join(registry.load_errors)}"
-    return rule
+        remedy += f"; entry points that could not be loaded: {', '.join(registry.load_errors)}"
+    return Reason("request", detail, remedy)
 
 
-def _request_error(
-    request: _ExplicitRequest, requested: list[Candidate], unavailable: str, case: _DecisionInput
-) -> NoBackendError:
+def _request_error(request: _ExplicitRequest, unavailable: Reason, case: _DecisionInput) -> NoBackendError:
     remedy = _nearest_remedy(case)
     if names := _accepted_names(request, case):
         remedy = f"Choose an accepted one ({names})"
         if automatic_choices(case.candidates):
             remedy += f", or auto, or set {env_var('on_unavailable')}=fallback"
-    if not requested:
-        remedy = did_you_mean(request.name, [AUTO, *_selectable_names(request, case)]) + remedy
-    return _refusal(unavailable, remedy, case)
+    return _refusal(unavailable.detail, ". ".join(filter(None, (unavailable.remedy, remedy))), case)
 
 
 def _refusal(rule: str, remedy: str, case: _DecisionInput) -> NoBackendError:

@@ -24,6 +24,7 @@ from ...devices.detect import installed_packages
 from ...errors import OracleError, SettingError
 from ...measurements.lookup import profile_error
 from ...measurements.store import Store
+from ...oracle.backend_names import check_backend_names
 from ...oracle.registry import (
     Registry,
     describe_load_error,
@@ -31,7 +32,6 @@ from ...oracle.registry import (
     discover,
     installed_entry_points,
 )
-from ...oracle.selection import check_backend_names
 from ...plugin import PluginState, expected_state
 from ...releases.supported import release_support
 from ...settings import Settings, cache_dir, excluded_by_vllm

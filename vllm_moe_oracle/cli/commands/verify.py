@@ -19,7 +19,7 @@ from ...checkpoint.moe_layers import find_moe_layers
 from ...core.problem import Device
 from ...devices import detect
 from ...errors import DamagedCheckpointError, SettingError
-from ...oracle.selection import check_backend_names
+from ...oracle.backend_names import check_backend_names
 from ...settings import Settings, env_var
 from .. import child_process, layer_arguments, output
 from ..arguments import AsJson, Assignments, command_settings, file_option, name_option

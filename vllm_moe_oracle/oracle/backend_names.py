@@ -1,0 +1,73 @@
+"""Names of backends in settings and options: which are unknown, and which one was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from ..backends import Backend
+from ..core.problem import SchemeName
+from ..errors import SettingError, did_you_mean
+from ..releases.vllm_names import MOE_BACKENDS
+from ..settings import AUTO, Settings
+from .registry import Registry, default_registry
+
+
+def check_backend_names(
+    settings: Settings,
+    moe_backend: str = AUTO,
+    registry: Registry | None = None,
+    option: str = "--moe-backend",
+    schemes: Collection[SchemeName] = (),
+) -> None:
+    """Refuses names that select no backend for any scheme: they are misspelled.
+
+    Args:
+        settings: the user's settings.
+        moe_backend: vLLM's ``--moe-backend``.
+        registry: the backends; None for the default registry of this process.
+        option: where the user gave `moe_backend`, for the error.
+        schemes: those of the model's layers, whose backends are suggested first; empty where they are unknown.
+
+    Raises:
+        SettingError: `backend`, `overrides`, `disable` or `moe_backend` has an unknown name.
+    """
+    registry = registry if registry is not None else default_registry()
+    named = known_names(registry)
+    options = registry.families().keys() | MOE_BACKENDS | {AUTO}  # of layers that are left to stock vLLM, too
+    suggested = [backend for backend in registry if set(backend.schemes) & set(schemes)]
+    for names, valid, source in (
+        ([settings.backend], named | {AUTO}, settings.source("backend")),
+        ([each.backend for each in settings.overrides], named | {AUTO}, settings.source("overrides")),
+        (settings.disable, named, settings.source("disable")),
+        # A name of this project is known here, and refused by each layer with the setting that takes it.
+        ([] if moe_backend in registry else [moe_backend], options, option),
+    ):
+        require_known(names, valid, source, registry, suggested)
+
+
+def known_names(registry: Registry) -> set[str]:
+    """The names of single backends and those of families."""
+    return {*(backend.name for backend in registry), *registry.families()}
+
+
+def suggest(name: str, valid: Iterable[str], suggested: Iterable[Backend] = ()) -> str:
+    """``Did you mean hopper_mxfp8? `` or "": a valid name of the suggested backends before any other, unless a slip of
+    a letter in another one explains the unknown name."""
+    valid = sorted(valid)
+    first = sorted({word for each in suggested for word in (each.name, *each.vllm_names)} & {*valid})
+    found = (did_you_mean(name, names, strict=strict) for strict in (True, False) for names in (first, valid))
+    return next(filter(None, found), "")
+
+
+def require_known(
+    names: Iterable[str], valid: Collection[str], source: str, registry: Registry, suggested: Iterable[Backend]
+) -> None:
+    """Refuses names that are neither valid nor the name of an entry point that could not be loaded; the error suggests
+    names as `suggest`."""
+    unknown = [name for name in names if name not in valid and name not in registry.load_errors]
+    if unknown:
+        rule = f"{', '.join(map(repr, unknown))} {'is not a backend' if len(unknown) == 1 else 'are not backends'}"
+        remedy = f"{suggest(unknown[0], valid, suggested)}Valid are {', '.join(sorted(valid))}"
+        if registry.load_errors:  # the name of an entry point may differ from its backend's
+            remedy += f"; entry points that could not be loaded: {', '.join(registry.load_errors)}"
+        raise SettingError(rule, remedy, source)
