@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import gc
 import json
@@ -13,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ from vllm_moe_oracle.cli import output
 from vllm_moe_oracle.cli.commands import status
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices import detect
+from vllm_moe_oracle.measurements import profile
+from vllm_moe_oracle.measurements.store import Store
 from vllm_moe_oracle.oracle.registry import Registry, default_registry
 from vllm_moe_oracle.plugin import PluginState
 from vllm_moe_oracle.releases.supported import NEWEST
@@ -127,6 +132,52 @@ def test_a_named_backend_that_runs_nothing_here_fails_the_check(
     assert run("status").status == 0  # a server may be elsewhere
 
 
+def test_a_profile_of_another_gpu_fails_the_check(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = Device("cuda", "NVIDIA H200", 90, 132)
+    monkeypatch.setenv("MOE_ORACLE_PROFILE", str(Path(profile.SHIPPED_FOLDER) / "nvidia_h200.json"))
+    for device, words in (
+        (h200, ""),
+        (Device("cpu", "A CPU"), "measured on NVIDIA H200, not A CPU"),
+        (Device("cuda", "NVIDIA H100 80GB HBM3", 90, 132), "measured on NVIDIA H200, not NVIDIA H100 80GB HBM3"),
+        (dataclasses.replace(h200, sm_count=60), "multiprocessors 132, not 60"),
+    ):
+        monkeypatch.setattr(detect, "detect", lambda device=device: device)
+        result = run("status", "--check")
+        said = "the profile of environment variable MOE_ORACLE_PROFILE has no effect on this machine: "
+        assert result.status == (1 if words else 0), device
+        assert f"{said}{words}" in result.text if words else said not in result.text
+        assert run("status").status == 0
+    monkeypatch.setenv("MOE_ORACLE_USE_MEASUREMENTS", "0")  # no profile is asked
+    assert run("status", "--check").status == 0
+
+
+def test_numbers_have_their_units(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = run("status", "--verbose").out
+    assert re.search(r"^measure_at_start +60 s ", said, re.MULTILINE)
+    assert re.search(r"^rank_sync_timeout +600 s ", said, re.MULTILINE)
+    monkeypatch.setenv("MOE_ORACLE_RANK_SYNC_TIMEOUT", "0.5")
+    assert "rank_sync_timeout=0.5 s (environment variable" in run("status").text
+    monkeypatch.setattr(Store, "summary", lambda self: {"A CPU": 68, "A GPU": 1})
+    assert "cache 68 times on A CPU, 1 time on A GPU" in run("status").text
+
+
+def test_where_bugs_are_reported_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = tomllib.loads(Path("pyproject.toml").read_text())["project"]["urls"]
+    contents = "with status --json, explain CHECKPOINT --json and the server's log lines with moe_oracle"
+    for words in ((), ("--verbose",)):
+        assert run("status", *words).text.rstrip().endswith(f"report a bug: {urls['Issues']}, {contents}")
+    code = "from vllm_moe_oracle.cli import main\ndef app(**_): raise KeyError('x')\nmain.app = app\nmain.run()"
+    ended = fresh_process.python("-c", code)
+    assert ended.returncode == 1 and "KeyError: 'x'\n" in ended.stderr
+    assert f"Please report this: {urls['Issues']}" in ended.stderr
+
+    def absent(name: str) -> Any:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "metadata", absent)
+    assert "report a bug: to the maintainers of these sources, with" in run("status").text
+
+
 def test_vllm_is_imported_only_where_registration_is_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[bool] = []
     state = PluginState(True, "registered", NEWEST, ("gptq",))
@@ -209,10 +260,14 @@ def record(folder: Path, **changes: Any) -> None:
     (folder / f"{changes.get('process', 7)}-x.json").write_text(json.dumps(fields | changes))
 
 
+RUN = (("marlin_mxfp8", 1), ("hopper_mxfp8", 41), ("marlin_mxfp8", 2))
+
+
 def test_layers_that_running_servers_leave_to_stock_are_listed(run: Run, tmp_path: Path) -> None:
     alive, dead, strange = (tmp_path / f"vllm-moe-oracle-{name}" for name in ("alive", "dead", "strange"))
-    record(alive)
-    record(alive, process=8, rank=1)
+    groups = [{"layers": [f"{name}{n}" for n in range(count)], "decision": {"backend": name}} for name, count in RUN]
+    record(alive, groups=groups)
+    record(alive, process=8, rank=1, groups=[])
     record(dead, process=9)
     record(strange, served="many")
     (dead / "writers.lock").touch()
@@ -227,7 +282,9 @@ def test_layers_that_running_servers_leave_to_stock_are_listed(run: Run, tmp_pat
         for lock in locks:
             os.close(lock)
     assert server["process"] == 7 and len(server["left_to_stock"]) == 3
-    assert f"process 7 (EngineCore), vLLM {NEWEST}: 44 of 48 MoE layers run through the oracle" in said
+    assert f"process 7 (EngineCore), vLLM {NEWEST}: 44 of 48 MoE layers run through the oracle: " in said
+    assert "the oracle: hopper_mxfp8 x 41, marlin_mxfp8 x 3 server model.layers" in said
+    assert server["backends"] == {"hopper_mxfp8": 41, "marlin_mxfp8": 3}
     assert "server model.layers.3-5.mlp.experts left to stock vLLM: LoRA: no backend" in said
     assert "1 more are stock vLLM's" in said and "process 9" not in said
 

@@ -24,6 +24,7 @@ from .. import __version__
 from ..errors import OracleError, PrintableFilter, describe_error, is_interruption, printable
 from ..oracle.watchdog import WATCHED_LOGGER
 from . import EXIT_INTERRUPTED, EXIT_INVALID_INPUT, EXIT_UNHEALTHY, child_process, commands, output, usage_hints
+from .bug_report import where_to_report
 
 logging.getLogger("vllm.moe_oracle").addFilter(PrintableFilter())
 
@@ -252,8 +253,10 @@ def run() -> None:
             sys.stderr.flush()
             sys.stdout.flush()
         os._exit(status)
-    except BaseException:  # a traceback says what ended it
+    except BaseException as error:  # a traceback says what ended it
         child_process.finish(EXIT_UNHEALTHY)
+        if isinstance(error, Exception):
+            error.add_note(f"Please report this: {where_to_report()}")
         raise
 
 

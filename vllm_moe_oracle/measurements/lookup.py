@@ -244,6 +244,16 @@ def profile_error(settings: Settings) -> str:
     return ""
 
 
+def profile_of_other_gpu(settings: Settings, device: Device) -> str:
+    """Why nothing of the profile of the setting `profile` counts on a device; "" if something does, or `profile_error`
+    says why it cannot be read."""
+    if not (settings.profile and settings.use_measurements) or profile_error(settings):
+        return ""
+    found = environment.differences(_read_profile(settings.profile).environment, Environment.of(device)).hard
+    rule = f"the profile of {settings.source('profile')} has no effect on this machine: {', '.join(found)}"
+    return sanitize(rule) if found else ""
+
+
 def cache_error(settings: Settings) -> str:
     """Why the cache of measurements cannot be read; "" if it can, there is none yet, or it is not asked."""
     try:

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import platform
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ from ...core.problem import Device
 from ...devices import detect
 from ...devices.detect import installed_packages
 from ...errors import OracleError, SettingError
-from ...measurements.lookup import profile_error
+from ...measurements.lookup import profile_error, profile_of_other_gpu
 from ...measurements.store import Store
 from ...oracle.backend_names import check_backend_names
 from ...oracle.registry import (
@@ -37,6 +38,7 @@ from ...releases.supported import release_support
 from ...settings import Settings, cache_dir, excluded_by_vllm
 from .. import EXIT_INVALID_INPUT, EXIT_UNHEALTHY, output
 from ..arguments import AsJson
+from ..bug_report import where_to_report
 from ..entry_point_probe import find_unsafe
 from ..writable import why_unwritable_folder, why_unwritable_report
 
@@ -61,8 +63,8 @@ Examples:
 Exit status:
   0  the report was made, whether or not the plugin is active
   1  with --check: the plugin is not active, a setting is invalid or has no
-     effect, its backend cannot run on this machine, a backend could not be
-     loaded, or the cache cannot be used
+     effect, such as a profile of another GPU, its backend cannot run on this
+     machine, a backend could not be loaded, or the cache cannot be used
   2  without --check: a setting has an unknown name, a value that it cannot
      take, or the name of no backend
 """
@@ -95,7 +97,10 @@ def command(
         error = str(problem)
     report = _build_report(chosen, registry, error, register=check or verbose or as_json)
     # Servers start in spite of these.
-    notes = [] if chosen is None else [each for each in (profile_error(chosen), why_unwritable_report(chosen)) if each]
+    found = () if chosen is None else (
+        profile_error(chosen), profile_of_other_gpu(chosen, report["device"]), why_unwritable_report(chosen)
+    )  # fmt: skip
+    notes = [each for each in found if each]
     unusable = [] if chosen is None else _unusable_backends(chosen, report["device"], registry)
     report["problems"] = [*_problems(report, error), *unusable, *notes]
     if as_json:
@@ -191,6 +196,7 @@ class _ServerRecord(msgspec.Struct):
         moe_layers: MoE layers of the model.
         served: how many run through the oracle.
         left_to_stock: reasons by name of a layer that no backend runs.
+        backends: how many layers each backend runs.
     """
 
     process: int
@@ -201,13 +207,19 @@ class _ServerRecord(msgspec.Struct):
     moe_layers: int
     served: int
     left_to_stock: dict[str, str]
+    backends: dict[str, int] = {}
 
 
 def _running_servers() -> Iterator[_ServerRecord]:
     """One record for each running server: that of its lowest rank, with which the others agree."""
     for records in decision_records.running_servers():
         with contextlib.suppress(msgspec.ValidationError):  # of another release
-            yield min(msgspec.convert(records, list[_ServerRecord]), key=lambda each: each.rank)
+            servers = [(msgspec.convert(each, _ServerRecord), each["groups"]) for each in records]
+            server, groups = min(servers, key=lambda each: each[0].rank)
+            counts: Counter[str] = Counter()
+            for group in msgspec.convert(groups, list[decision_records.RecordedGroup]):
+                counts[group.decision.backend] += len(group.layers)
+            yield msgspec.structs.replace(server, backends=dict(sorted(counts.items())))
 
 
 def _cache_report(chosen: Settings) -> dict[str, Any]:
@@ -317,8 +329,8 @@ def _print(report: dict[str, Any], verbose: bool) -> None:
     output.show(output.key_value_table(facts, 0))
     if verbose:
         _print_details(report)
-    else:
-        output.show("", "more: vllm-moe-oracle status --verbose, or --json")
+    more = () if verbose else ("more: vllm-moe-oracle status --verbose, or --json",)
+    output.show("", *more, f"report a bug: {where_to_report()}")
 
 
 def _print_details(report: dict[str, Any]) -> None:
@@ -329,7 +341,8 @@ def _print_details(report: dict[str, Any]) -> None:
             output.show("", f"{title}:", *(f"  {name}" for name in names))
     if report["settings"] is not None:
         rows = [
-            (name, _format_setting(setting["value"]), setting["source"]) for name, setting in report["settings"].items()
+            (name, _format_setting(name, setting["value"]), setting["source"])
+            for name, setting in report["settings"].items()
         ]
         output.show_table(("setting", "value", "from"), rows)
     backends = [
@@ -353,7 +366,7 @@ def _describe_settings(found: dict[str, Any] | None) -> str:
     if found is None:
         return "cannot be read"
     words = [
-        f"{name}={_format_setting(each['value'])} ({each['source']})"
+        f"{name}={_format_setting(name, each['value'])} ({each['source']})"
         for name, each in found.items()
         if each["source"] != "default"
     ]
@@ -369,7 +382,9 @@ def _describe_backends(found: list[dict[str, Any]]) -> str:
 def _describe_server(server: _ServerRecord) -> Iterator[str]:
     """What a running server runs here, and a line for each reason why layers are stock vLLM's."""
     place = f"process {server.process} ({server.program}), vLLM {server.vllm}"
-    yield f"{place}: {server.served} of {server.moe_layers} MoE layers run through the oracle"
+    backends = ", ".join(f"{name} x {count}" for name, count in server.backends.items())
+    words = f"{place}: {server.served} of {server.moe_layers} MoE layers run through the oracle"
+    yield f"{words}: {backends}" if backends else words
     left: dict[str, list[str]] = {}
     for layer, reason in server.left_to_stock.items():
         left.setdefault(reason, []).append(layer)
@@ -396,12 +411,16 @@ def _describe_cache(cache: dict[str, Any] | None) -> str:
         return "unknown: the settings cannot be read"
     if cache["error"]:
         return f"not used: {cache['error']}"
-    counts = ", ".join(f"{count} on {name}" for name, count in cache["measurements"].items())
+    counts = ", ".join(
+        f"{count} {'time' if count == 1 else 'times'} on {name}" for name, count in cache["measurements"].items()
+    )
     return f"{counts} ({cache['path']})" if counts else f"nothing measured yet ({cache['path']})"
 
 
-def _format_setting(value: object) -> str:
-    """A setting's value as it would be written."""
+def _format_setting(name: str, value: object) -> str:
+    """A setting's value as it would be written, and its unit."""
+    if settings.FIELDS[name].metadata["metavar"] == "SECONDS":
+        return f"{value:g} s"
     if isinstance(value, bool):
         return "1" if value else "0"
     if isinstance(value, tuple):
