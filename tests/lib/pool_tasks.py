@@ -28,6 +28,14 @@ def work(task: Any, send: worker_pool.SendProgress) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     if word == "exit":
         os._exit(3)
+    if word in ("fork and exit", "fork and go on"):
+        copied = os.fork()
+        if not copied and word == "fork and exit":
+            time.sleep(60)
+            os._exit(0)
+        if copied and word == "fork and exit":
+            Path(rest[0]).write_text(str(copied))
+            os._exit(3)
     if word == "break":
         raise BrokenContextError("hopper_mxfp8", "CUDA error")
     if word == "refuse":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -38,6 +39,16 @@ def test_a_process_that_dies_takes_nothing_with_it(tmp_path: Path) -> None:
     assert found[1] == ("lost", "its process was ended by SIGKILL, by a user, or by the system for lack of memory")
     assert found[3] == ("lost", "its process ended with status 3")
     assert found[4][0] == "lost" and "CUDA error" in found[4][1]
+
+
+def test_a_copy_that_a_task_forks_neither_holds_up_nor_answers(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    tasks = [("fork and exit", str(pid)), ("fork and go on",), ("fine",)]
+    crashed: list[str] = []
+    found = pool_tasks.ends(tasks, [None], 1, False, worker_pool.Limits(), lambda *what: crashed.append(what[1]))
+    os.kill(int(pid.read_text()), signal.SIGKILL)  # it was alive, and nobody has waited for it
+    assert found[0] == ("lost", "its process ended with status 3") and crashed == [found[0][1]]
+    assert found[1] == ("done", "fork and go on") and found[2] == ("done", "fine")
 
 
 def test_an_error_in_one_process_ends_all(tmp_path: Path) -> None:

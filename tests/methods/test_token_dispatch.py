@@ -5,9 +5,12 @@ The backends are the emulation, each with a mark that it leaves in the output, a
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import importlib
+import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -21,7 +24,8 @@ from vllm_moe_oracle.backends.emulation import Emulation, forward
 from vllm_moe_oracle.core.decision import TokenRange
 from vllm_moe_oracle.core.measurement_set import MeasurementSet
 from vllm_moe_oracle.errors import SelfCheckError
-from vllm_moe_oracle.methods import backend_check, load_caches
+from vllm_moe_oracle.methods import backend_check, declarations, load_caches
+from vllm_moe_oracle.methods.base import OracleMoEMethod
 from vllm_moe_oracle.verification.self_check import Comparison
 
 EXPERTS, HIDDEN, INNER = 4, 64, 96
@@ -385,3 +389,18 @@ def test_every_expert_is_checked_through_both_backends(
                 continue
             with pytest.raises(SelfCheckError, match=f": {faulty}.* disagrees with the reference after"):
                 made(config, Running())
+
+
+def test_every_method_can_be_copied() -> None:
+    """The kernel of each further backend gets a copy of the layer's method; some classes choose their own instances."""
+    found = set()
+    for each in declarations():
+        with suppress(ImportError):  # of a class that the installed vLLM does not have
+            module = importlib.import_module(each.module)
+            found |= {value for _, value in inspect.getmembers(module, inspect.isclass)}
+    found = {each for each in found if issubclass(each, OracleMoEMethod) and not inspect.isabstract(each)}
+    assert len(found) > 15
+    for method in found:
+        made = object.__new__(method)
+        made.marked = True
+        assert type(copy.copy(made)) is method and copy.copy(made).marked

@@ -254,6 +254,21 @@ def test_failures_are_reported_beside_times(tmp_path: Path) -> None:
     assert set(panel.chosen.values()) == {"humming_mxfp8"} and "relative error 3.0e-01" in page(given)
 
 
+@pytest.mark.parametrize("fails_later", [True, False])
+def test_a_later_run_of_a_file_replaces_what_it_measured_again(fails_later: bool, tmp_path: Path) -> None:
+    head, line = golden_files.newest("choice").read_text().splitlines()[:2]
+    good, bad = json.loads(line), json.loads(line)
+    name = next(each for each in good["activations"] if each != good["choice"]["backend"])
+    del bad["us"][name]
+    bad["failures"] = {name: "RuntimeError: a defect"}
+    runs = [good, bad] if fails_later else [bad, good]
+    path = tmp_path / "bench.jsonl"
+    path.write_text("".join(f"{head}\n{json.dumps(each)}\n" for each in runs))
+    (panel,) = page_data.read(path, Settings()).panels
+    assert (name in panel.times) is not fails_later
+    assert panel.failures == ({name: "RuntimeError: a defect"} if fails_later else {})
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """``report`` without files and measurements, and the page: the largest that the package makes by itself."""

@@ -94,7 +94,7 @@ class KeptTurns:
         if head != identity:
             raise MeasurementError(
                 "holds the turns of another model, other options or other packages",
-                "Repeat that run's command, or leave out --resume",
+                "Repeat that run's command, or name another folder with --logs",
                 where,
             )
         with boundary(MeasurementError, "does not hold the turns of a run", where=where):

@@ -27,7 +27,8 @@ from typing import Any, Literal
 
 from ..errors import OracleError, exit_words
 from ..measurements.bench_records import silence
-from ..settings import visible_gpu
+from ..oracle import watchdog
+from ..settings import env_var, visible_gpu
 from .broken_context import BrokenContextError
 
 _PR_SET_PDEATHSIG = 1
@@ -300,12 +301,16 @@ def work(connection: Connection) -> None:
     with contextlib.suppress(AttributeError):  # Linux only: do not keep the GPU busy after the parent was killed
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.dup2(2, 1)  # libraries print to standard output, which belongs to the parent's command
+    # A process that a backend forks must neither keep the pipe open after this one ended, nor answer for it.
+    process = os.getpid()
+    os.register_at_fork(after_in_child=connection.close)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         function, quiet = connection.recv()
         if quiet:
             logging.disable(logging.WARNING)
         while (received := connection.recv()) is not None:
             outcome = _run_task(function, received[1], lambda value: connection.send(("progress", value)))
+            watchdog.end_copy(process, "what is measured", f"{env_var('disable')}=NAME leaves a backend out")
             connection.send(outcome)
             if outcome[0] == "broken":
                 break

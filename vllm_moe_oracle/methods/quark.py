@@ -40,8 +40,8 @@ class QuarkOCP_MX_MoEMethod(BaseMxfp4MoEMethod, stock.QuarkOCP_MX_MoEMethod):
     static_input_scales = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An instance, or one of the stock class for unsupported formats."""
-        if _activations_of_arguments(*args, **kwargs) is _UNSUPPORTED:
+        """An instance, or one of the stock class for unsupported formats. `copy.copy` gives no arguments."""
+        if (args or kwargs) and _activations_of_arguments(*args, **kwargs) is _UNSUPPORTED:
             made = stock.QuarkOCP_MX_MoEMethod.__new__(stock.QuarkOCP_MX_MoEMethod)
             stock.QuarkOCP_MX_MoEMethod.__init__(made, *args, **kwargs)
             return made

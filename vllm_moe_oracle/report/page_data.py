@@ -393,16 +393,22 @@ def panel_of_records(records: Sequence[BenchRecord], environment: str) -> LayerP
     """The panel of one layer's records.
 
     Args:
-        records: one per number of tokens, at least one.
+        records: at least one, in the order of their runs: what a later one measured again replaces the earlier figure.
         environment: where they were taken, in words.
     """
     times: dict[str, dict[int, TimePoint]] = {}
+    failed: dict[tuple[str, int], str] = {}
     for record in records:
         for backend, us in record.us.items():
             low, high = record.quartiles.get(backend, (us, us))
             times.setdefault(backend, {})[record.tokens] = TimePoint(us, low, high)
+            failed.pop((backend, record.tokens), None)
+        for backend, reason in record.failures.items():
+            failed[backend, record.tokens] = reason
+            times.get(backend, {}).pop(record.tokens, None)
+    times = {backend: found for backend, found in times.items() if found}
     stock = {key: value for record in records for key, value in record.stock.items()}
-    why = next((record.choice.why for record in records if record.choice is not None), "")
+    why = next((record.choice.why for record in reversed(records) if record.choice is not None), "")
     return LayerPanel(
         name=records[0].name,
         shape=str(records[0].kernel_shape),
@@ -413,7 +419,7 @@ def panel_of_records(records: Sequence[BenchRecord], environment: str) -> LayerP
         chosen={record.tokens: record.choice.backend for record in records if record.choice is not None},
         why=why,
         explanation="as recorded when this was measured; no known model has the layer" if why else "",
-        failures={key: value for record in records for key, value in record.failures.items()},
+        failures={backend: reason for (backend, _), reason in failed.items()},
     )
 
 
