@@ -143,6 +143,7 @@ def _setting(
     metavar: str,
     *,
     shared: bool,
+    of_rank_0: bool = False,
     startup_only: bool = False,
 ) -> Any:
     """A field of `Settings`.
@@ -153,16 +154,17 @@ def _setting(
         help: what it is, for people.
         metavar: what a value looks like.
         shared: the ranks of a model need the same value: it changes numerics, which backends may run, or what ranks
-            do together. Ranks may differ in other settings; where those change a choice, ranks agree on the choice.
+            do together. Ranks may differ in other settings.
+        of_rank_0: it changes the order of the backends that may run, and all ranks take the order of rank 0.
         startup_only: it takes effect before an engine has an ``--additional-config``.
     """
-    metadata = {"read": read, "help": help, "metavar": metavar, "shared": shared, "startup_only": startup_only}
-    return field(default=default, metadata=metadata)
+    metadata = {"read": read, "help": help, "metavar": metavar, "shared": shared}
+    return field(default=default, metadata=metadata | {"of_rank_0": of_rank_0, "startup_only": startup_only})
 
 
-def _flag(default: bool, help: str, *, shared: bool, startup_only: bool = False) -> Any:
+def _flag(default: bool, help: str, *, shared: bool, of_rank_0: bool = False, startup_only: bool = False) -> Any:
     """A field of `Settings` that is on or off; see `_setting`."""
-    return _setting(default, _boolean, help, "0|1", shared=shared, startup_only=startup_only)
+    return _setting(default, _boolean, help, "0|1", shared=shared, of_rank_0=of_rank_0, startup_only=startup_only)
 
 
 def _choice(words: Any, default: str, help: str, *, shared: bool) -> Any:
@@ -255,7 +257,10 @@ class Settings:
         shared=False,
     )
     use_measurements: bool = _flag(
-        True, "choose by measured and predicted times, if there are any for this kind of machine", shared=False
+        True,
+        "choose by measured and predicted times, if there are any for this kind of machine",
+        shared=False,
+        of_rank_0=True,
     )
     measure_at_start: float = _setting(
         60.0,
@@ -272,6 +277,7 @@ class Settings:
         "half), or weights by number of tokens",
         "decode|prefill|balanced|TOKENS:WEIGHT,...",
         shared=False,
+        of_rank_0=True,
     )
     min_time_saving: float = _setting(
         0.03,
@@ -279,12 +285,14 @@ class Settings:
         "fraction of the static choice's time that another backend must save to replace it",
         "FRACTION",
         shared=False,
+        of_rank_0=True,
     )
     allow_second_layout: bool = _flag(
         False,
         "let a layer keep its weights in two layouts, for a backend at few tokens and another at many, if that is "
         "faster",
         shared=False,
+        of_rank_0=True,
     )
     ragged_shards: bool = _flag(
         False,
@@ -324,7 +332,16 @@ FIELDS: Mapping[str, dataclasses.Field[Any]] = MappingProxyType(
 
 def shared_values(settings: Settings) -> dict[str, Any]:
     """The settings that all ranks of a model need in common, by environment variable."""
-    return {env_var(name): getattr(settings, name) for name, each in FIELDS.items() if each.metadata["shared"]}
+    return _marked_values(settings, "shared")
+
+
+def values_of_rank_0(settings: Settings) -> dict[str, Any]:
+    """The settings by which rank 0 orders the backends for all ranks, by environment variable."""
+    return _marked_values(settings, "of_rank_0")
+
+
+def _marked_values(settings: Settings, mark: str) -> dict[str, Any]:
+    return {env_var(name): getattr(settings, name) for name, each in FIELDS.items() if each.metadata[mark]}
 
 
 def _unknown_setting(name: str, valid: list[str], where: str) -> SettingError:

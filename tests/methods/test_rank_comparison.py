@@ -78,8 +78,9 @@ def test_parts_of_a_problem_are_the_ones_of_this_file() -> None:
 @pytest.mark.parametrize("name", settings.FIELDS)
 def test_every_setting_says_whether_ranks_share_it(name: str) -> None:
     """A setting that changes the chosen precision, backend or weights is shared; those for one host's files are not."""
-    shared = settings.FIELDS[name].metadata["shared"]
-    assert isinstance(shared, bool)
+    shared, of_rank_0 = (settings.FIELDS[name].metadata[mark] for mark in ("shared", "of_rank_0"))
+    assert isinstance(shared, bool) and not (shared and of_rank_0)
+    assert (settings.env_var(name) in settings.values_of_rank_0(settings.Settings())) is of_rank_0
     assert (settings.env_var(name) in settings.shared_values(settings.Settings())) is shared
 
 
@@ -124,6 +125,8 @@ def decided(processes: Any, odd: int, change: dict[str, Any], index: int) -> Any
     if "version" in mine:
         rank_comparison.__version__ = mine["version"]
     group = rank_sync.RankGroup(processes, 20.0, rank_comparison.explain_difference)
+    logged: list[str] = []
+    rank_comparison.logger.warning = lambda words, *values: logged.append(words % values)  # type: ignore[method-assign]
     begin = time.monotonic()
     try:
         for layer in range(4):
@@ -140,7 +143,7 @@ def decided(processes: Any, odd: int, change: dict[str, Any], index: int) -> Any
         rank_comparison.require_same_layers(group)
     except RankSyncError as error:
         return {"message": str(error), "seconds": time.monotonic() - begin}
-    return method.backend.name
+    return [method.backend.name, logged]
 
 
 DIFFERENT: list[Any] = [
@@ -190,13 +193,23 @@ def test_a_later_layer_that_differs_is_named_with_its_field(tmp_path: Path, chan
         assert words in first["message"], first["message"]
 
 
-SAME: list[Any] = [{}, {"settings": {"rank_sync_timeout": "30", "objective": "decode", "cache": "/tmp/x"}}]
+OVERRULED = (
+    'moe_oracle: MOE_ORACLE_OBJECTIVE is "decode" on rank 1 and "balanced" on rank 0, whose order of the backends all '
+    "ranks take"
+)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("change", SAME)
-def test_ranks_that_may_differ_so_take_the_same_backend(tmp_path: Path, change: dict[str, Any]) -> None:
-    assert gloo_ranks.run(decided, 2, tmp_path, 1, change, 0) == ["first", "first"]
+@pytest.mark.parametrize(
+    ("change", "logged"),
+    [
+        pytest.param({}, [], marks=pytest.mark.full),
+        ({"settings": {"rank_sync_timeout": "30", "objective": "decode", "cache": "/tmp/x"}}, [OVERRULED]),
+    ],
+)
+def test_ranks_that_may_differ_so_take_the_same_backend(
+    tmp_path: Path, change: dict[str, Any], logged: list[str]
+) -> None:
+    assert gloo_ranks.run(decided, 2, tmp_path, 1, change, 0) == [["first", []], ["first", logged]]
 
 
 def absent(processes: Any, folder: str) -> Any:

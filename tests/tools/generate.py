@@ -103,8 +103,9 @@ def settings() -> str:
         values = str(field.metadata["metavar"]).replace("|", " \\| ")
         help_text = str(field.metadata["help"]).replace("|", "\\|")
         cell = f"`{shown}`" if shown else "none"
-        rows.append((f"`{name}`", f"`{settings_module.env_var(name)}`", values, cell, help_text))
-    return markdown_table(("setting", "variable", "values", "default", "what it does"), rows)
+        ranks = "same" if field.metadata["shared"] else "rank 0's" if field.metadata["of_rank_0"] else "any"
+        rows.append((f"`{name}`", f"`{settings_module.env_var(name)}`", values, cell, ranks, help_text))
+    return markdown_table(("setting", "variable", "values", "default", "on ranks", "what it does"), rows)
 
 
 def numbers() -> str:

@@ -5,13 +5,15 @@ would compute different things and sum them: outputs change, and nothing says so
 depend on, once per kind of layer before its backend is chosen, and once per load the list of all layers. A difference
 is the same error on every rank, with the values and the ranks that have them.
 
-What may differ is agreed on instead: measurements and self-checks (`backend_selection`, `backend_check`).
+What may differ is agreed on instead: measurements and self-checks (`backend_selection`, `backend_check`). Of settings
+that order backends, rank 0's count, and a rank with others logs it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,9 +25,11 @@ from ..core.problem import Problem
 from ..devices import detect
 from ..errors import RankSyncError
 from ..measurements.environment import kernel_sources_hash
-from ..settings import Settings, get_env, shared_values
+from ..settings import Settings, get_env, shared_values, values_of_rank_0
 from . import rank_sync
 from .load_caches import per_load
+
+logger = logging.getLogger("vllm.moe_oracle")
 
 Properties = Mapping[str, Mapping[str, Any]]
 """Values by name, by the kind of property: a key of `_KINDS`."""
@@ -146,7 +150,8 @@ def require_same_process(settings: Settings) -> None:
     Raises:
         RankSyncError: ranks differ, or another rank failed.
     """
-    _compare_once(make_group(settings.rank_sync_timeout), None, "this model", lambda: process_properties(settings))
+    group = make_group(settings.rank_sync_timeout)
+    _compare_once(group, None, "this model", settings, lambda: process_properties(settings))
 
 
 def require_same_layer(group: rank_sync.RankGroup, problem: Problem, settings: Settings, moe_backend: Any) -> None:
@@ -168,16 +173,38 @@ def require_same_layer(group: rank_sync.RankGroup, problem: Problem, settings: S
     def properties() -> dict[str, dict[str, Any]]:
         return {**process_properties(settings), "layer": fields | requested}
 
-    _compare_once(group, problem.key(), problem.layer, properties)
+    _compare_once(group, problem.key(), problem.layer, settings, properties)
 
 
 def _compare_once(
-    group: rank_sync.RankGroup, key: Problem | None, name: str, properties: Callable[[], Properties]
+    group: rank_sync.RankGroup,
+    key: Problem | None,
+    name: str,
+    settings: Settings,
+    properties: Callable[[], Properties],
 ) -> None:
     if group.size > 1 and key not in _load.compared:
         topic = f"settings, versions and shape of {name}"
-        require_equal(topic, rank_sync.all_gather(group, topic, lambda: msgspec.to_builtins(properties())))
+        ordering = values_of_rank_0(settings)
+        ranks = rank_sync.all_gather(group, topic, lambda: [msgspec.to_builtins(properties()), ordering])
+        require_equal(topic, [compared for compared, _ in ranks])
+        if not _load.compared:
+            _log_overruled(group.rank, ordering, ranks[0][1])
         _load.compared.add(key)
+
+
+def _log_overruled(rank: int, own: Mapping[str, Any], first: Mapping[str, Any]) -> None:
+    """Logs the settings of this rank in whose place rank 0's count.
+
+    Args:
+        rank: this rank.
+        own: settings by which backends are ordered, by variable.
+        first: those of rank 0.
+    """
+    for name, value in own.items():
+        if value != first[name]:
+            words = "moe_oracle: %s is %s on rank %d and %s on rank 0, whose order of the backends all ranks take"
+            logger.warning(words, name, json.dumps(value), rank, json.dumps(first[name]))
 
 
 def require_same_layers(group: rank_sync.RankGroup) -> None:
