@@ -208,8 +208,12 @@ def other_names(tensors: dict[str, Tensor]) -> None:
     [
         (drop, f"{EXPERT}.up_proj.weight_scale: the tensor is missing", 1),
         (drop_first, f"{NAMES[0]}.0.gate_proj.weight: the tensor is missing", 1),
-        (another_dtype, "the checkpoint stores it as bfloat16, mxfp8 as float8_e4m3fn", 1),
-        (another_shape, "it has shape [63, 128], expected [64, 128]", 1),
+        (
+            another_dtype,
+            "down_proj.weight (model.safetensors): the checkpoint stores it as bfloat16, mxfp8 as float8_e4m3fn",
+            1,
+        ),
+        (another_shape, "gate_proj.weight (model.safetensors): it has shape [63, 128], expected [64, 128]", 1),
         (other_names, "none of the names that its first expert may have is in the files", 2),
     ],
     ids=["missing", "first", "dtype", "shape", "names"],
@@ -317,6 +321,9 @@ def test_damage_of_a_whole_checkpoint_is_no_unusable_input(
 ) -> None:
     found = run("verify", rewrite_tensors(model, tmp_path / "damaged", edit))
     assert found.status == 1 and len(found.err.splitlines()) == 1, found.err
+    assert (
+        "model.embed_tokens.weight (model.safetensors): 2 of 4096 values are NaN" in found.err or edit is drop_an_expert
+    )
 
 
 def test_what_is_no_checkpoint_with_tensors_is_unusable_input(

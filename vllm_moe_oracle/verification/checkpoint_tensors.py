@@ -109,9 +109,9 @@ class TensorFiles:
         """Names of all tensors."""
         return iter(self._files)
 
-    def path(self, name: str) -> Path:
-        """The file that has a tensor."""
-        return self._paths[name]
+    def stored(self, name: str) -> str:
+        """A tensor's name with that of the file that has it, for messages; of a tensor that is missing its name."""
+        return f"{name} ({self._paths[name].name})" if name in self._paths else name
 
     def close(self) -> None:
         """Closes the files."""
@@ -127,7 +127,7 @@ class TensorFiles:
         word = str(found.get_dtype())
         if word not in _DTYPES:
             raise CheckpointError(
-                f"{name} is stored as {short_repr(word)}, which is not read", where=str(self.path(name))
+                f"{name} is stored as {short_repr(word)}, which is not read", where=str(self._paths[name])
             )
         return torch.empty(found.get_shape(), dtype=_DTYPES[word], device="meta")
 
@@ -137,7 +137,7 @@ class TensorFiles:
         Raises:
             CheckpointError: the bytes cannot be read.
         """
-        with boundary(CheckpointError, f"{name} cannot be read", where=str(self.path(name))):
+        with boundary(CheckpointError, f"{name} cannot be read", where=str(self._paths[name])):
             if index is None:
                 return self._files[name].get_tensor(name)  # type: ignore[no-any-return]  # safetensors has no types
             return self._files[name].get_slice(name)[index : index + 1][0]  # type: ignore[no-any-return]  # safetensors has no types
@@ -219,7 +219,7 @@ class StoredExperts:
                 if canonical in names and word.search(f"{rule} {remedy}"):
                     name, own = self._find_damaged(index, names, canonical, word)
                     rule = own.rule if own is not None and word.search(rule) else rule
-                    stored = f"{name} ({self.files.path(name).name})"
+                    stored = self.files.stored(name)
                     rule, remedy = word.sub(stored, rule), word.sub(stored, remedy)
             # The scheme saw a layer of one expert.
             rule = rule.replace("local expert 0", f"expert {index}").replace("expert 0", f"expert {index}")
@@ -261,7 +261,7 @@ class StoredExperts:
         for index in range(self.problem.num_experts):
             for canonical, shards in self._tensor_names(index).items():
                 for shard, name in shards.items():
-                    where = f"{self.problem.layer}, expert {index}, {name}"
+                    where = f"{self.problem.layer}, expert {index}, {self.files.stored(name)}"
                     if name not in self.files:
                         remedy = "The checkpoint lacks it, names it differently, or a shard was not downloaded"
                         raise CheckpointError("the tensor is missing", remedy, where)
@@ -347,7 +347,9 @@ class StoredExperts:
         if not self.projections:
             return self.files.read(name, index)
         part = self.files.read(name)
-        self._check(part.to("meta"), canonical, shard, f"{self.problem.layer}, expert {index}, {name}")
+        self._check(
+            part.to("meta"), canonical, shard, f"{self.problem.layer}, expert {index}, {self.files.stored(name)}"
+        )
         return part
 
     def _read_wna16(self, index: int, problem: Problem, names: Mapping[str, Shards]) -> dict[str, Tensor]:

@@ -89,7 +89,7 @@ class TokenStream:
         rows = int(files.meta(name).shape[0])
         tokens = torch.randint(rows, (TOKENS,), generator=self._generator).tolist()
         self._states = torch.stack([files.read(name, row).float() for row in tokens])
-        _require_finite(self._states, name)
+        _require_finite(self._states, files.stored(name))
         empty = _sizes(_normalized(self._states)) < _LEAST
         if count := int(empty.sum()):
             self._states[empty] = self._random_states(count)
@@ -169,7 +169,7 @@ class TokenStream:
         if not name or not self._files.meta(name).dtype.is_floating_point:
             return None
         values = self._files.read(name).float()
-        _require_finite(values, f"{name} ({what})")
+        _require_finite(values, f"{self._files.stored(name)}, {what}")
         return values
 
     def _route(self, layer: StoredExperts, x: Tensor) -> tuple[Tensor, Tensor, str]:
