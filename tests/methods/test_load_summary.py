@@ -97,13 +97,27 @@ def names(count: int, model: str = "model") -> list[str]:
 
 def test_all_layers_are_ours(release: Release, caplog: pytest.LogCaptureFixture) -> None:
     load_model(release, names(3), load({}))
-    assert "moe_oracle: 3 of 3 MoE layers run through the oracle: fast x 3" in words(caplog)
+    said = "moe_oracle: 3 of 3 MoE layers run through the oracle: fast x 3 (model.layers.0-2.mlp.experts)"
+    assert words(caplog)[-1] == said
     assert words(caplog, logging.WARNING) == []
+
+
+def test_the_last_line_names_the_layers_of_each_backend(release: Release, caplog: pytest.LogCaptureFixture) -> None:
+    """Every other line names the first layer of its group alone."""
+    decisions = build(release, names(6), load({}), stock=[f"model.layers.{index}.mlp.experts" for index in (7, 8)])
+    for index, decision in enumerate(decisions):
+        load_summary.record_conversion(dataclasses.replace(decision, backend="next") if index == 4 else decision)
+    said = "fast x 5 (model.layers.0-3,5.mlp.experts), next x 1 (model.layers.4.mlp.experts)"
+    assert f"moe_oracle: 6 of 8 MoE layers run through the oracle: {said}" in words(caplog)
+    (warning,) = words(caplog, logging.WARNING)
+    assert warning.endswith(": model.layers.7-8.mlp.experts")
 
 
 def test_layers_left_to_stock_vllm_are_named(release: Release, caplog: pytest.LogCaptureFixture) -> None:
     load_model(release, names(2), load({}), stock=["model.layers.7.mlp.experts"])
-    assert "moe_oracle: 2 of 3 MoE layers run through the oracle: fast x 2" in words(caplog)
+    assert "moe_oracle: 2 of 3 MoE layers run through the oracle: fast x 2 (model.layers.0-1.mlp.experts)" in words(
+        caplog
+    )
     (warning,) = words(caplog, logging.WARNING)
     assert "1 MoE layers" in warning and warning.endswith(": model.layers.7.mlp.experts")
 
@@ -161,7 +175,9 @@ def test_a_model_that_failed_leaves_nothing_behind(
     build(release, names(2), load({}))
     caplog.clear()
     load_model(release, names(3, second), load({}))
-    assert "moe_oracle: 3 of 3 MoE layers run through the oracle: fast x 3" in words(caplog)
+    assert f"moe_oracle: 3 of 3 MoE layers run through the oracle: fast x 3 ({second}.layers.0-2.mlp.experts)" in words(
+        caplog
+    )
     assert any(each.startswith(f"moe_oracle: {second}.layers.0.mlp.experts: fast (") for each in words(caplog))
 
 
@@ -172,7 +188,9 @@ def test_a_second_model_of_other_names_is_counted_by_itself(
     chosen = load({}, {"moe_oracle": {"report": str(report)}})
     load_model(release, names(2), chosen)
     load_model(release, names(1, "draft"), chosen)
-    assert "moe_oracle: 1 of 1 MoE layers run through the oracle: fast x 1" in words(caplog)
+    assert "moe_oracle: 1 of 1 MoE layers run through the oracle: fast x 1 (draft.layers.0.mlp.experts)" in words(
+        caplog
+    )
     lines = [json.loads(line) for line in report.read_text().splitlines()]
     assert [[group["layers"] for group in line["groups"]] for line in lines] == [[names(2)], [names(1, "draft")]]
     times = [line[field] for line in lines for field in ("load_began", "load_ended")]

@@ -14,7 +14,6 @@ import re
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import msgspec
 
 from .. import __version__, decision_records
+from ..checkpoint.layer_names import compact_layer_names
 from ..compat import current_adapter
 from ..core.decision import Decision
 from ..core.overrides import unused_override_errors
@@ -172,7 +172,7 @@ def begin_conversion(layer: str) -> None:
 
 def record_conversion(decision: Decision) -> None:
     """Records that a layer is ready; after the last one has the first of each kind called once more, and logs how many
-    of the model's MoE layers run through the oracle.
+    of the model's MoE layers run through the oracle, and by which backend.
 
     Raises:
         SelfCheckError: a layer computes with other weights than when it was converted.
@@ -196,12 +196,17 @@ def record_conversion(decision: Decision) -> None:
     ours = {_listed_name(each, layers) for each in _model.decisions}
     others = [each for each in layers if each not in ours]
     total = len(_model.decisions) + len(others)
-    counts = Counter(each.backend for each in _model.decisions.values())
-    words = ", ".join(f"{backend} x {count}" for backend, count in sorted(counts.items()))
+    by_backend: dict[str, list[str]] = {}
+    for name, each in _model.decisions.items():
+        by_backend.setdefault(each.backend, []).append(name)
+    words = ", ".join(
+        f"{backend} x {len(names)} ({compact_layer_names(names)})" for backend, names in sorted(by_backend.items())
+    )
     logger.info("moe_oracle: %d of %d MoE layers run through the oracle: %s", len(_model.decisions), total, words)
     if others:
         why = "they are unquantized, in a format that is not supported here, or have a warning above"
-        logger.warning("moe_oracle: %d MoE layers are left to stock vLLM (%s): %s", len(others), why, ", ".join(others))
+        left = compact_layer_names(others)
+        logger.warning("moe_oracle: %d MoE layers are left to stock vLLM (%s): %s", len(others), why, left)
     decision_records.write_record(model_report(total))
     if _model.settings is not None:
         first_start.log_summary(_model.decisions, functools.partial(_tune_command, settings=_model.settings))
