@@ -113,14 +113,9 @@ def test_scoring_functions_are_those_of_vllms_router(release: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
-        (
-            {"n_group": 7},
-            r"n_group 7 does not divide the 256 experts \(256 mod 7 = 4\)\. Correct n_group and topk_group",
-        ),
-        ({"n_group": 512, "topk_group": 1}, "n_group 512 does not divide the 256 experts"),
         ({"topk_group": 9}, "topk_group 9 is more than the 8 groups of n_group"),
         ({"n_group": 64, "topk_group": 1}, "a token chooses 8 experts from topk_group 1 of 64 groups of 4"),
-        ({"use_grouped_topk": True, "num_expert_group": 7}, "num_expert_group 7 does not divide the 256 experts"),
+        ({"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 5}, "is more than the 4 groups of num_exp"),
     ],
 )
 def test_groups_that_do_not_fit_the_experts_are_refused(fields: dict[str, Any], rule: str, explain: Any) -> None:
@@ -128,6 +123,23 @@ def test_groups_that_do_not_fit_the_experts_are_refused(fields: dict[str, Any], 
         explain(quantized("deepseek-v3") | fields)
     # Without both fields a router has no groups.
     assert explain(quantized("deepseek-v3") | fields | {"topk_group": 0}).problems
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"n_group": 7}, "n_group 7 makes no groups of 256 experts (256 mod 7 = 4): vLLM chooses among all of them"),
+        ({"n_group": 512, "topk_group": 1}, "n_group 512 makes no groups of 256 experts (256 mod 512 = 256)"),
+        ({"n_group": 256, "topk_group": 8}, "n_group 256 makes no groups of 256 experts (one expert each)"),
+        ({"use_grouped_topk": True, "num_expert_group": 7}, "num_expert_group 7 makes no groups of 256 experts"),
+    ],
+)
+def test_groups_that_vllm_ignores_are_noted(fields: dict[str, Any], words: str, explain: Any) -> None:
+    found = explain(quantized("deepseek-v3") | fields)
+    (note,) = (each for each in found.notes if "makes no groups" in each)
+    assert words in note
+    routing = found.problems[0].routing
+    assert routing.num_groups is None and routing.top_k_groups is None
 
 
 def test_an_unknown_topk_method_is_noted(explain: Any) -> None:

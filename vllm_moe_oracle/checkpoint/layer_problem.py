@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..core import activations
-from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Activation, Problem, Routing, Scheme
+from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Activation, Problem, Routing, Scheme, are_groups_ignored
 from ..core.sharding import pads_experts, shard_by_blocks, shard_by_scale_groups
 from ..errors import CheckpointError
 from ..quantization.fields import read_boolean, read_string, short_repr, shortened
@@ -312,12 +312,12 @@ def _routing(config: CheckpointFiles, index: int, experts: int, top_k: int) -> R
         or (read_string(model, "topk_method", where) != "" and model["topk_method"] == _TOPK_METHODS[0])
         or any([read_boolean(model, name, where, False) for name in _CORRECTION_BIAS_FIELDS])
     )
-    is_grouped = read_boolean(model, "use_grouped_topk", where, False)
-    grouped = "num_expert_group" if is_grouped else "n_group"  # as Kimi's are called
-    groups = 1 if kind in _SINGLE_GROUP_MODELS else read_count(model, grouped, where)
-    chosen = 1 if kind in _SINGLE_GROUP_MODELS else read_count(model, "topk_group", where)
+    grouped, groups, chosen = _groups(config)
     if groups and chosen:
-        _check_groups(where, grouped, groups, chosen, experts, top_k)
+        if are_groups_ignored(groups, experts):
+            groups = chosen = None
+        else:
+            _check_groups(where, grouped, groups, chosen, experts, top_k)
     scoring = _scoring_function(config, grouped if groups and groups > 1 and chosen else "")
     hash_routing = index < (read_count(model, "num_hash_layers", where) or 0)
     return Routing(
@@ -359,11 +359,34 @@ def _scoring_function(config: CheckpointFiles, grouped: str) -> str:
     return word
 
 
-def _check_groups(where: str, field: str, groups: int, chosen: int, experts: int, top_k: int) -> None:
-    """Refuses groups among which vLLM does not choose experts as the config says.
+def _groups(config: CheckpointFiles) -> tuple[str, int | None, int | None]:
+    """The field with the number of groups of experts, that number, and how many of them a token's experts come from."""
+    model, where = config.model_config, str(config.path)
+    is_grouped = read_boolean(model, "use_grouped_topk", where, False)
+    field = "num_expert_group" if is_grouped else "n_group"  # as Kimi's are called
+    if model_type(config) in _SINGLE_GROUP_MODELS:
+        return field, 1, 1
+    return field, read_count(model, field, where), read_count(model, "topk_group", where)
 
-    Where they do not divide the experts, a server fails in its first call on a CPU, and chooses among all experts on a
-    GPU. More groups than there are fail everywhere, and too few give experts of groups that were not chosen.
+
+def groups_note(config: CheckpointFiles, experts: int) -> str:
+    """A note where vLLM does not choose among groups of experts as the config says; "" elsewhere.
+
+    Args:
+        config: the checkpoint's.
+        experts: of a layer; 0 where the config does not say.
+    """
+    field, groups, chosen = _groups(config)
+    if not experts or not groups or not chosen or not are_groups_ignored(groups, experts):
+        return ""
+    why = f"{experts} mod {groups} = {experts % groups}" if experts % groups else "one expert each"
+    taken = "vLLM chooses among all of them on a GPU, and a server on a CPU fails in its first call"
+    return f"{field} {groups} makes no groups of {experts} experts ({why}): {taken}"
+
+
+def _check_groups(where: str, field: str, groups: int, chosen: int, experts: int, top_k: int) -> None:
+    """Refuses groups among which no server chooses as the config says: more chosen groups than there are fail
+    everywhere, and too few give experts of groups that were not chosen.
 
     Args:
         where: the file, for messages.
@@ -373,9 +396,7 @@ def _check_groups(where: str, field: str, groups: int, chosen: int, experts: int
         experts: experts of the layer.
         top_k: experts of a token.
     """
-    if experts % groups:
-        rule = f"{field} {groups} does not divide the {experts} experts ({experts} mod {groups} = {experts % groups})"
-    elif chosen > groups:
+    if chosen > groups:
         rule = f"topk_group {chosen} is more than the {groups} groups of {field}"
     elif top_k > chosen * (experts // groups):
         rule = f"a token chooses {top_k} experts from topk_group {chosen} of {groups} groups of {experts // groups}"

@@ -36,7 +36,14 @@ from .layer_names import (
     mtp_layer_names,
     unread_experts,
 )
-from .layer_problem import check_attention_heads, layer_problem, model_dtype, null_activation_note, topk_method_note
+from .layer_problem import (
+    check_attention_heads,
+    groups_note,
+    layer_problem,
+    model_dtype,
+    null_activation_note,
+    topk_method_note,
+)
 from .model_fields import MAX_RANKS, architectures, count_experts, kinds_of_experts, model_type
 from .ranks import Ranks
 from .tensor_headers import (
@@ -362,7 +369,8 @@ def _notes(
         yield f"{_SERVED[:1].lower()}{_SERVED[1:]}"
     if config.quantization is not None:
         yield from config_notes(*config.quantization)
-    yield from filter(None, (model_dtype(config)[1], null_activation_note(config), topk_method_note(config)))
+    routing = topk_method_note(config), groups_note(config, count_experts(config, 0))
+    yield from filter(None, (model_dtype(config)[1], null_activation_note(config), *routing))
     mtp_count = next((config.model_config[name] for name in MTP_COUNT_FIELDS if config.model_config.get(name)), 0)
     if isinstance(mtp_count, int) and mtp_count > 0 and model_type(config) not in MTP_MODELS:
         yield f"layers of the {mtp_count} multi-token-prediction module(s) are not listed"

@@ -14,6 +14,7 @@ from ..core.problem import (
     Problem,
     Routing,
     Scheme,
+    are_groups_ignored,
     features_for_stock,
 )
 from ..releases.expert_names import min_expert_width
@@ -143,12 +144,13 @@ class LayerAdapter(EngineAdapter):
         method = moe.routing_method.name.lower()
         if layer is None:
             return Routing(method=method)
+        grouped = layer.use_grouped_topk and not are_groups_ignored(layer.num_expert_group, moe.num_logical_experts)
         return Routing(
             method=method,
             scoring=layer.scoring_func,
             renormalize=bool(layer.renormalize),
-            num_groups=layer.num_expert_group if layer.use_grouped_topk else None,
-            top_k_groups=layer.topk_group if layer.use_grouped_topk else None,
+            num_groups=layer.num_expert_group if grouped else None,
+            top_k_groups=layer.topk_group if grouped else None,
             correction_bias=layer.e_score_correction_bias is not None,
             apply_router_weight_on_input=bool(layer.apply_router_weight_on_input),
             hash_routing=self.hash_routing(moe, layer),

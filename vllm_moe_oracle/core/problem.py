@@ -159,6 +159,12 @@ class Routing:
         return Routing(apply_router_weight_on_input=self.apply_router_weight_on_input)
 
 
+def are_groups_ignored(groups: int, experts: int) -> bool:
+    """Whether vLLM's `GroupedTopKRouter` chooses among all experts: groups do not divide them, or have one each. (A CPU
+    server fails in its first call.)"""
+    return groups > 1 and (experts % groups != 0 or experts <= groups)
+
+
 PADDED_EXPERTS = "experts that the model's code pads with zeros"
 """The last of the features of `features_for_stock`."""
 

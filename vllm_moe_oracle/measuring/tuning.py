@@ -110,7 +110,7 @@ class TuneOutcome:
     Attributes:
         problem: a layer of the shape.
         samples: all samples.
-        measured: number of new samples.
+        measured: number of new samples; of a layer whose process ended on the way, of the last process.
         unfinished: why samples are missing; "" if none are.
         no_backend: no backend but the reference can run the layer.
         seconds: duration.
