@@ -148,6 +148,8 @@ def _activate(chosen: Settings, version: str | None) -> None:
             patches.apply(patch)
         path = "vllm.v1.worker.gpu_worker:Worker.load_model"  # of every device, whichever loader it uses
         patches.apply(wrap_function("failures of one rank reach the others", path, _load_model))
+        path = "vllm.model_executor.model_loader.base_loader:initialize_model"
+        patches.apply(wrap_function("overrides are compared with the layers of a model", path, _build_model))
         path = "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing"
         patches.apply(wrap_function("reloaded layers are checked", path, _finish_reload))
     except Exception:  # whichever patch fails, none of the others may stay
@@ -190,6 +192,16 @@ def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
             rank_comparison.notify_load_failure(error)
         raise
+
+
+def _build_model(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """vLLM's construction of a model, before any weight is read; all of its layers are known then."""
+    model = original(*args, **kwargs)
+    if "vllm_moe_oracle.methods.load_summary" in sys.modules:  # else no layer is ours
+        from .methods import load_summary
+
+        load_summary.check_overrides()
+    return model
 
 
 def _finish_reload(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from tests.lib.cases import H200, backend, problem, refusing, registry
+from vllm_moe_oracle import plugin
 from vllm_moe_oracle.core.decision import Decision, Reason
 from vllm_moe_oracle.core.measurement_set import MeasurementSet
 from vllm_moe_oracle.core.problem import Parallel
@@ -142,6 +143,22 @@ def test_an_override_that_matches_nothing_is_a_warning_or_an_error(
     with pytest.raises(SettingError, match="nothing_matches_this") as caught:
         load_model(release, names(2), load({"MOE_ORACLE_STRICT": "1"}, {"moe_oracle": section}))
     assert caught.value.where == "--additional-config moe_oracle.overrides"
+
+
+def test_overrides_are_checked_once_before_weights_load(release: Release, caplog: pytest.LogCaptureFixture) -> None:
+    """As soon as vLLM has built the model; loading takes minutes."""
+    original = lambda **options: build(release, names(2), options["settings"])  # noqa: E731
+    wrong = {"MOE_ORACLE_OVERRIDES": "re:nothing_matches_this=fast"}
+    with pytest.raises(SettingError, match="matches no layer: the model has 2 quantized MoE layers"):
+        plugin._build_model(original, settings=load(wrong | {"MOE_ORACLE_STRICT": "1"}))
+    decisions = plugin._build_model(original, settings=load(wrong))
+    said = [each for each in words(caplog, logging.WARNING) if "matches no layer" in each]
+    assert len(said) == 1
+    caplog.clear()
+    for decision in decisions:
+        load_summary.record_conversion(decision)
+    plugin._build_model(lambda: None)  # a model without layers of ours, such as a draft
+    assert words(caplog, logging.WARNING) == []
 
 
 def test_an_override_behind_another_that_matches_the_same_has_no_effect(

@@ -44,6 +44,7 @@ class _ModelLoad:
         self.pending: set[str] = set()
         self.reloaded: set[str] = set()
         self.settings: Settings | None = None
+        self.overrides_checked = False
         self.logged: set[tuple[Any, ...]] = set()
         self.stock_layers: dict[str, str] = {}
         self.start_clocks()
@@ -210,7 +211,7 @@ def record_conversion(decision: Decision) -> None:
     decision_records.write_record(model_report(total))
     if _model.settings is not None:
         first_start.log_summary(_model.decisions, functools.partial(_tune_command, settings=_model.settings))
-        _check_overrides(_model.settings)
+        check_overrides()  # of a loader that builds models by itself
         if (path := report_path(_model.settings)) is not None:
             write_report(path, total)
 
@@ -218,7 +219,16 @@ def record_conversion(decision: Decision) -> None:
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def _check_overrides(settings: Settings) -> None:
+def check_overrides() -> None:
+    """Warns, once per model, of overrides that decide no layer of it. All of its layers must have been built.
+
+    Raises:
+        SettingError: there is one, and the setting `strict` is on.
+    """
+    settings = _model.settings
+    if settings is None or _model.overrides_checked:
+        return
+    _model.overrides_checked = True
     adapter, names = current_adapter(), list(_model.decisions)
     if adapter.is_pipeline_stage():  # the layers of other stages have such names with other numbers
         names += [_LAYER_NUMBER.sub(str(n), each, count=1) for n in range(adapter.num_layers()) for each in names]
