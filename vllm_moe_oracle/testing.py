@@ -117,11 +117,17 @@ def _supported(name: str) -> tuple[tuple[Problem, Device], ...]:
 
 
 def _distinct(name: str) -> list[tuple[Problem, Device]]:
-    """Of the supported layers, one for each combination of what changes a conversion."""
+    """Of the supported layers, one for each combination of what changes a conversion, and one for each layout of a
+    scheme, which a machine may change."""
+    backend = default_registry()[name]
     kinds: dict[Any, tuple[Problem, Device]] = {}
-    for layer, device in _supported(name):
-        kinds.setdefault((layer.scheme, layer.activation, layer.hidden_size, layer.has_bias), (layer, device))
-    return list(kinds.values())
+    layouts: dict[Any, tuple[Problem, Device]] = {}
+    for layer, first in _supported(name):
+        kinds.setdefault((layer.scheme, layer.activation, layer.hidden_size, layer.has_bias), (layer, first))
+        for device in (first, *_machines(backend)):
+            if device is first or not backend.check(layer, device).reasons:
+                layouts.setdefault((layer.scheme, backend.plan(layer, device).layout), (layer, device))
+    return list(dict.fromkeys((*kinds.values(), *layouts.values())))
 
 
 @pytest.fixture(autouse=True)
