@@ -115,10 +115,12 @@ def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Write)
     assert msgspec.convert(data["device"], Device) == known_device("nvidia-h200")
     (group,) = data["groups"]
     assert list(group) == [
-        "layers", "count", "is_mtp", "problem", "decision", "failure", "left_to_stock", "gain_over_stock",
-        "time_errors", "measure", "candidates",
+        "layers", "count", "is_mtp", "problem", "decision", "failure", "left_to_stock", "stock_vllm",
+        "gain_over_stock", "time_errors", "measure", "candidates",
     ]  # fmt: skip
     assert group["failure"] is group["left_to_stock"] is group["measure"] is None
+    stock = {"stock_class": "HummingIndexedExperts", "backend": "humming_mxfp8", "refusal": ""}
+    assert group["stock_vllm"] == stock
     # Of what stock runs itself, as it was timed beside its own kernel; under the one Triton that has this shard.
     gain = group["gain_over_stock"]
     assert (gain["kind"], gain["stock"]) == ("measured", "stock vLLM's HummingIndexedExperts")

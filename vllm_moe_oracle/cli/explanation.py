@@ -68,13 +68,12 @@ def print_groups(
     """
     vllm = vllm_version(device)
     release = f"vLLM {vllm}" if vllm else "vLLM not installed"
-    if assumed and device.kind == "cuda":
-        release += " with its kernel packages (assumed)"
-    output.show(f"{device}, {release}, {ranks}")
+    packages = " with its kernel packages (assumed)" if assumed and device.kind == "cuda" else ""
+    output.show(f"{device}, {release}{packages}, {ranks}")
     for group in groups:
         count = "1 layer" if len(group.names) == 1 else f"{len(group.names)} layers"
         role = ", for multi-token prediction" if group.is_mtp else ""
-        rows = _brief_rows(group) if brief else _decision_rows(group)
+        rows = _brief_rows(group, release) if brief else _decision_rows(group, release)
         output.show(f"\n{count}: {group.layers}{role}", output.key_value_table(rows))
         if group.measure:
             output.show_line(f"  {'measure':<{len(_GAIN_ROW)}}  {group.measure}")
@@ -103,10 +102,11 @@ def _print_candidates(group: LayerGroup, verbose: bool) -> None:
     output.show_table(("candidate", "verdict", last), cells, indent=2, marked=chosen)
 
 
-def _decision_rows(group: LayerGroup) -> list[tuple[str, str]]:
+def _decision_rows(group: LayerGroup, release: str) -> list[tuple[str, str]]:
     rows = [("layer", str(group.problem))]
     if group.decision is None:
-        return [*rows, ("backend", "stock vLLM's" if group.left_to_stock else "none"), ("why", group.failure)]
+        backend = "stock vLLM's" if group.left_to_stock else "none"
+        return [*rows, ("backend", backend), ("why", group.failure), _stock_row(group, release)]
     decision = group.decision
     plan = decision.plan
     notes = [note for note in (*plan.notes, describe_loaded_group(group.problem)) if note]
@@ -114,18 +114,26 @@ def _decision_rows(group: LayerGroup) -> list[tuple[str, str]]:
         notes.append(f"tile configurations that were measured, at {tiles} numbers of tokens")
     sizes = f"hidden {plan.hidden_size}, intermediate {plan.intermediate_size}"
     padding = ("sizes", f"{sizes}: {'; '.join(notes) or 'not padded'}")
-    return [*rows, *_winner_rows(group, decision, str(decision.numerics), [padding])]
+    return [*rows, *_winner_rows(group, decision, str(decision.numerics), [padding], release)]
 
 
 def _winner_rows(
-    group: LayerGroup, decision: Decision, numerics: str, sizes: list[tuple[str, str]]
+    group: LayerGroup, decision: Decision, numerics: str, sizes: list[tuple[str, str]], release: str
 ) -> list[tuple[str, str]]:
     """The winner, why, and what it computes with."""
-    rows = [("backend", decision.backend), ("why", decision.grounds), (_GAIN_ROW, _describe_gain(group, decision))]
+    rows = [("backend", decision.backend), ("why", decision.grounds), _stock_row(group, release)]
+    rows += [(_GAIN_ROW, _describe_gain(group, decision))]
     rows += [("numerics", numerics), *sizes]
     if decision.token_ranges:
         rows.append(("token ranges", _describe_token_ranges(group, decision)))
     return rows
+
+
+def _stock_row(group: LayerGroup, release: str) -> tuple[str, str]:
+    """What stock vLLM would run; `release` is the vLLM that the answer is for."""
+    if group.stock is None:
+        return "stock vLLM", f"not known for {release}: nothing here has its rules for such layers on this machine"
+    return "stock vLLM", f"{group.stock}, {release}"
 
 
 _GAIN_ROW = "gain over stock"
@@ -144,19 +152,19 @@ def _describe_gain(group: LayerGroup, decision: Decision) -> str:
     if missing := not_timed(group.problem):
         return f"unknown: stock vLLM was timed without {missing}"
     if decision.is_explicit:
-        return "unknown: times decide nothing where the backend is named, and are not looked up"
+        return "unknown: it was not measured beside stock vLLM on such a machine, and a named backend is not predicted"
     return "unknown: this layer was not measured beside stock vLLM on such a machine, and nothing is predicted"
 
 
-def _brief_rows(group: LayerGroup) -> list[tuple[str, str]]:
+def _brief_rows(group: LayerGroup, release: str) -> list[tuple[str, str]]:
     """The winner, why, the precisions that it computes with, and sizes where they are padded."""
     decision = group.decision
     if decision is None:
-        return _decision_rows(group)[1:]
+        return _decision_rows(group, release)[1:]
     precision = decision.candidate(decision.backend).answers.activations
     inputs = group.problem.dtype if precision == "16bit" else precision
     sizes = [("sizes", "; ".join(decision.plan.notes))] if decision.plan.pads(group.problem) else []
-    return _winner_rows(group, decision, f"activations {inputs}, sums {decision.numerics.accumulate}", sizes)
+    return _winner_rows(group, decision, f"activations {inputs}, sums {decision.numerics.accumulate}", sizes, release)
 
 
 def _describe_token_ranges(group: LayerGroup, decision: Decision) -> str:

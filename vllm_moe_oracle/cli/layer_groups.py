@@ -12,6 +12,7 @@ from ..core.decision import Candidate, Decision
 from ..core.problem import Problem
 from ..measurements.stock_gain import StockGain, stock_choice, stock_gain, time_errors
 from ..oracle.registry import default_registry
+from ..oracle.stock_choice import StockChoice, choose_stock
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class LayerGroup:
             decoding.
         refused: why vLLM does not start with the model's other layers, so that nothing is gained; "" where it does.
         switched_off: the plugin would not be registered, so that nothing is gained.
+        stock: what stock vLLM does with the layers; None where that is not known.
     """
 
     names: tuple[str, ...]
@@ -47,6 +49,7 @@ class LayerGroup:
     is_mtp: bool = False
     refused: str = ""
     switched_off: bool = False
+    stock: StockChoice | None = None
 
     @property
     def is_refused(self) -> bool:
@@ -70,6 +73,7 @@ class LayerGroup:
             "decision": None if self.decision is None else self.decision.to_record(),
             "failure": self.failure or None,
             "left_to_stock": self.left_to_stock or None,
+            "stock_vllm": self.stock,
             "gain_over_stock": self.gain,
             "time_errors": {} if comparison is None else time_errors(comparison),
             "measure": self.measure or None,
@@ -77,13 +81,14 @@ class LayerGroup:
         }
 
 
-def group_layers(layers: Iterable[ServedLayer], server: Server, measure: str) -> list[LayerGroup]:
+def group_layers(layers: Iterable[ServedLayer], server: Server, measure: str, method: str = "") -> list[LayerGroup]:
     """Layers by equal problem and equal outcome, in the order of their first layer.
 
     Args:
         layers: from `decide_layers`.
         server: the server that they are on.
         measure: the command that measures them.
+        method: vLLM's name of the checkpoint's quantization.
     """
     groups: dict[object, LayerGroup] = {}
     known: dict[tuple[int, bool], object] = {}
@@ -95,25 +100,44 @@ def group_layers(layers: Iterable[ServedLayer], server: Server, measure: str) ->
             same = outcome.decision and dataclasses.replace(outcome.decision, problem=kind)
             known[case] = (kind, same, outcome.failure, layer.is_mtp)
             if known[case] not in groups:
-                groups[known[case]] = _new_group(layer, server, measure)
+                groups[known[case]] = _new_group(layer, server, measure, method)
         before = groups[known[case]]
         groups[known[case]] = dataclasses.replace(before, names=(*before.names, layer.problem.layer))
     return list(groups.values())
 
 
-def _new_group(layer: ServedLayer, server: Server, measure: str) -> LayerGroup:
+def _new_group(layer: ServedLayer, server: Server, measure: str, method: str) -> LayerGroup:
     """A group of layers like this one, which names none yet."""
     outcome, chosen = layer.outcome, layer.decision
     found = LayerGroup(
-        (), layer.problem, chosen, outcome.failure, outcome.candidates, outcome.left_to_stock, is_mtp=layer.is_mtp
+        (),
+        layer.problem,
+        chosen,
+        outcome.failure,
+        outcome.candidates,
+        outcome.left_to_stock,
+        is_mtp=layer.is_mtp,
+        stock=_stock_choice(layer, server, method),
     )
     if chosen is None:
         return found
     device, registry = server.device, default_registry()
-    same_kernel = chosen.backend == stock_choice(chosen, device, registry) and not chosen.token_ranges
+    own = stock_choice(chosen, device, registry) if found.stock is None else found.stock.backend
+    same_kernel = chosen.backend == own and not chosen.token_ranges
     return dataclasses.replace(
         found,
         gain=stock_gain(chosen, device, registry, server.settings.objective),
         runs_stock_kernel=same_kernel,
         measure=measure if chosen.tunable else "",
     )
+
+
+def _stock_choice(layer: ServedLayer, server: Server, method: str) -> StockChoice | None:
+    """What stock vLLM does with a layer. Not known where the activations are the setting's, not the checkpoint's, and
+    where vLLM rounds the hidden size for an all-to-all."""
+    problem, candidates = layer.problem, layer.outcome.candidates
+    declared = server.settings.activations == "checkpoint" or problem.scheme.name != "mxfp4"
+    if not declared or (layer.decision is None and any(each.accepted for each in candidates)):
+        return None
+    asked = server.draft_moe_backend if layer.is_mtp else server.moe_backend
+    return choose_stock(problem, server.device, default_registry(), asked, method)

@@ -27,6 +27,7 @@ from ...measurements.lookup import cache_error, profile_error
 from ...measurements.roofline import expert_bytes
 from ...measurements.tune_command import tune_command
 from ...oracle.registry import default_registry, describe_load_error
+from ...oracle.stock_choice import StockChoice
 from ...releases.all2all import DEFAULT_ALL2ALL, all2all_names
 from ...releases.supported import RELEASES, check_platform, packages_of
 from ...settings import AUTO, Settings, env_var, excluded_by_vllm
@@ -202,7 +203,9 @@ def _device_notes(word: str, machine: Device) -> Iterator[str]:
 def _group(server: Server, layers: MoeLayers, measure: str) -> list[LayerGroup]:
     """The layers by equal decision, those for multi-token prediction last; `measure` is the command that measures
     them."""
-    groups = group_layers(decide_layers(server, layers), server, measure)
+    groups = group_layers(decide_layers(server, layers), server, measure, layers.method)
+    if refusal := server.refusal(layers):
+        groups = [dataclasses.replace(group, stock=StockChoice(refusal=refusal)) for group in groups]
     if layers.refused:
         groups = [dataclasses.replace(group, gain=None, measure="", refused=layers.refused) for group in groups]
     if not server.settings.enabled or excluded_by_vllm():

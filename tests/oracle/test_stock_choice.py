@@ -1,0 +1,50 @@
+"""What stock vLLM takes, by this package's rules, is what its code takes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.lib.cases import CPU, H200, INT4_G128, MXFP8_W8A8, problem
+from tests.lib.golden_decisions import GoldenTable, device_of
+from tests.lib.golden_tables import TABLES
+from vllm_moe_oracle.core.problem import Parallel, Scheme
+from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.oracle.stock_choice import choose_stock
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_the_rules_choose_as_the_code_of_the_newest_release(table: GoldenTable) -> None:
+    for row in table.rows():
+        found = choose_stock(table.layer_of(row), device_of(row["sm"]), default_registry())
+        assert found is not None, table.place(row)
+        if raises := row["stock"].get("raises"):
+            assert raises.startswith(found.refusal.partition(" (")[0]) and found.refusal, table.place(row)
+        else:
+            assert (found.stock_class, found.refusal) == (row["stock"]["class"], ""), table.place(row)
+
+
+def test_stock_has_no_kernel_that_takes_tokens_by_expert() -> None:
+    """Computed from the code of vLLM 0.33.0: Marlin alone has such a class, and not for MXFP8."""
+    parallel = Parallel(ep=8, dp=8, format="batched")
+    found = choose_stock(problem(scheme=MXFP8_W8A8, parallel=parallel), H200, default_registry())
+    assert str(found) == "cannot run it: ValueError: No MXFP8 MoE backends available"
+    found = choose_stock(problem(scheme=Scheme("mxfp4", 4, 32, "mxfp4"), parallel=parallel), H200, default_registry())
+    assert found is not None and found.stock_class == "BatchedMarlinExperts"
+
+
+def test_stocks_class_for_mxfp4_on_cpus_needs_amx() -> None:
+    layer = problem(scheme=Scheme("mxfp4", 4, 32, "gpt_oss"))
+    found = choose_stock(layer, CPU, default_registry())
+    assert found is not None
+    assert "NotImplementedError: No MXFP4 MoE backend supports the deployment configuration" in found.refusal
+    amx = dataclasses.replace(CPU, features=(*CPU.features, "amx_tile"))
+    assert choose_stock(layer, amx, default_registry()) is None
+
+
+def test_what_the_rules_do_not_reach_is_not_known() -> None:
+    old = dataclasses.replace(H200, packages={**H200.packages, "vllm": "0.23.0"})
+    for device, options in ((old, {}), (H200, {"moe_backend": "marlin"})):
+        assert choose_stock(problem(scheme=MXFP8_W8A8), device, default_registry(), **options) is None
+    assert choose_stock(problem(scheme=INT4_G128), H200, default_registry(), method="inc") is None

@@ -1,0 +1,228 @@
+"""Which kernel stock vLLM takes for a layer, or why it takes none, without vLLM: its lists of kernels as rules.
+
+The wrappers of stock's classes say what those can do, and their order is stock's (`stock_kernels.stock_wrappers`). What
+stock asks besides, by the layer's packing, is here. A test compares the rules with the code of vLLM's releases. Where
+they do not reach, nothing is said: other releases, classes that no backend here wraps, AutoRound's integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from packaging.version import Version
+
+from ..backends import Backend
+from ..backends._stock import StockBackend
+from ..core.decision import Candidate
+from ..core.problem import Device, Problem
+from ..releases.min_versions import vllm_at_least_on
+from ..releases.supported import NEWEST
+from ..settings import AUTO, Settings
+from .checked_backend import is_own, unchecked
+from .registry import Registry
+from .selection import evaluate_candidates
+from .stock_kernels import NOT_ASKED_BY_STOCK, NOT_LOADED_BY_VLLM, PADDED_BY_STOCK, stock_wrappers
+
+_KNOWN_SINCE = {"mxfp8": "0.24.0", "mxfp4": "0.25.1", "wna16": "0.33.0"}
+"""The first release whose choice on a GPU the rules give, by scheme."""
+
+_CPU_KNOWN_SINCE = "0.32.0"
+"""The same on a CPU."""
+
+_LISTED_FOR_HALVES = frozenset(
+    {"FLASHINFER_TRTLLM_MXFP4_MXFP8", "DEEPGEMM_MXFP4", "MARLIN", "BATCHED_MARLIN", "HUMMING"}
+)
+"""Kernels for MXFP4 experts of other models than gpt-oss (``_get_priority_backends``)."""
+
+_CUTLASS_MXFP4 = "CutlassExpertsMxfp4"
+"""vLLM's class for MXFP4 on both sides, on compute capabilities from 10.0 to below 12.0."""
+
+
+@dataclass(frozen=True, slots=True)
+class StockChoice:
+    """What stock vLLM does with a layer.
+
+    Attributes:
+        stock_class: the name of vLLM's expert class; "" where it takes none.
+        backend: the backend here that wraps the class; "" where none does.
+        refusal: the error with which stock vLLM ends; "" where it takes a class.
+    """
+
+    stock_class: str = ""
+    backend: str = ""
+    refusal: str = ""
+
+    def __str__(self) -> str:
+        if self.refusal:
+            return f"cannot run it: {self.refusal}"
+        return f"{self.backend} ({self.stock_class})" if self.backend else self.stock_class
+
+
+def choose_stock(
+    problem: Problem, device: Device, registry: Registry, moe_backend: str = AUTO, method: str = ""
+) -> StockChoice | None:
+    """What stock vLLM does with a layer; None where that is not known.
+
+    Args:
+        problem: the layer, with the activations that its checkpoint declares.
+        device: the machine.
+        registry: the backends.
+        moe_backend: vLLM's ``--moe-backend``.
+        method: vLLM's name of the checkpoint's quantization, which reads AutoRound's integers by other rules.
+    """
+    if moe_backend != AUTO or (method == "inc" and problem.scheme.name == "wna16"):
+        return None
+    others = tuple(each.name for each in registry if not is_own(each))
+    asked = Settings(allow_activation_quantization=True, disable=others)
+    candidates = evaluate_candidates(problem, device, asked, registry)
+    for reason in (reason for each in candidates for reason in each.reasons):
+        if reason.code in NOT_LOADED_BY_VLLM:
+            return StockChoice(refusal=str(reason))
+    if device.kind == "cpu" and _is_known(device, _CPU_KNOWN_SINCE):
+        return _on_cpu(problem, device)
+    if device.kind != "cuda" or not _is_known(device, _KNOWN_SINCE[problem.scheme.name]):
+        return None
+    found = _apart_from_lists(problem, device)
+    if found is not None:
+        return found
+    return _listed(stock_wrappers(candidates, problem, device, registry), problem, device, registry)
+
+
+def _is_known(device: Device, since: str) -> bool:
+    """Whether a machine's release is one of those that the rules are of. One without a known vLLM has the newest."""
+    vllm = device.packages.get("vllm")
+    return vllm_at_least_on(device, since) and (vllm is None or Version(vllm).base_version <= NEWEST)
+
+
+def _on_cpu(problem: Problem, device: Device) -> StockChoice | None:
+    """Stock's choice on a CPU. Its class for MXFP4 asks for AMX; which one takes integers, other packages decide."""
+    if problem.scheme.name == "mxfp8":
+        plain = problem.activation.name == "silu" and problem.activation.gated and not problem.parallel.is_batched
+        return StockChoice("Mxfp8EmulationTritonExperts") if plain else None
+    if problem.scheme.name == "mxfp4" and "amx_tile" not in device.features:
+        return StockChoice(refusal=f"{_no_kernel('MXFP4')} (its class for CPUs needs AMX)")
+    return None
+
+
+def _apart_from_lists(problem: Problem, device: Device) -> StockChoice | None:
+    """What stock decides without its list of kernels, or with a class that no backend here wraps."""
+    scheme, size = problem.scheme, problem.intermediate_size
+    if scheme.name == "mxfp8" and scheme.packing == "modelopt" and size % 32:
+        rule = "ValueError: MXFP8 MoE requires intermediate_size_per_partition divisible by 32"
+        return StockChoice(refusal=f"{rule}, got {size}")
+    if scheme.name == "wna16" and scheme.packing == "gptq" and scheme.act_order == "group":
+        return StockChoice(refusal="ValueError: desc_act=True is no longer supported")
+    if scheme.name == "wna16" and scheme.packing == "compressed-tensors" and size % max(scheme.group_size, 1):
+        rule = "ValueError: CompressedTensors WNA16 MoE with static group scales requires whole groups"
+        return StockChoice(refusal=rule)
+    has_cutlass = 100 <= (device.capability or 0) < 120
+    if scheme.name != "mxfp4" or problem.parallel.is_batched:
+        return None
+    if scheme.packing == "compressed-tensors" and has_cutlass:
+        return StockChoice(_CUTLASS_MXFP4)
+    if scheme.packing in ("quark", "online") and scheme.activations == "mxfp4" and _is_plain(problem):
+        # Before 0.32.0 the list has no kernel over CUTLASS.
+        listed = has_cutlass and vllm_at_least_on(device, _CPU_KNOWN_SINCE)
+        return StockChoice(_CUTLASS_MXFP4 if listed else "OCP_MXQuantizationEmulationTritonExperts")
+    return None
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether a layer needs nothing that the classes that no backend here wraps might not have."""
+    plain = problem.activation.name == "silu" and problem.activation.gated and problem.activation.limit is None
+    return plain and not (problem.has_bias or problem.lora or problem.eplb)
+
+
+def _listed(wrappers: list[Candidate], problem: Problem, device: Device, registry: Registry) -> StockChoice | None:
+    """The first class of stock's list that takes the layer.
+
+    Args:
+        wrappers: the candidates over stock's classes, in stock's order.
+        problem: the layer.
+        device: the machine.
+        registry: the backends.
+    """
+    if not _has_known_list(problem):
+        return None
+    ignored = NOT_ASKED_BY_STOCK | PADDED_BY_STOCK if problem.scheme.name == "mxfp4" else NOT_ASKED_BY_STOCK
+    fallen_back = _falls_back(problem)
+    for each in wrappers:
+        backend = unchecked(registry[each.backend])
+        if not isinstance(backend, StockBackend) or not _is_listed(backend, problem, fallen_back):
+            continue
+        codes = {reason.code for reason in each.reasons} - _claimed(backend, problem, device)
+        if codes <= ignored | ({"bias"} if fallen_back else set()):
+            if problem.scheme.group_size == -1 and backend.stock_kernel != "MARLIN":
+                return StockChoice(refusal=f'AssertionError: weight_quant.strategy == "group" ({backend.name})')
+            if backend.name == "marlin_mxfp8" and not problem.activation.gated and problem.intermediate_size % 64:
+                rows = f"RuntimeError: {problem.intermediate_size} rows of non-gated experts"
+                return StockChoice(refusal=f"{rows} are padded as if they were twice as many")
+            return StockChoice(backend.stock_class_name, backend.name)
+    if not problem.parallel.is_batched:
+        return None  # an emulation of stock's, or an error
+    kernel = {"mxfp8": "ValueError: No MXFP8 MoE backends available", "mxfp4": _no_kernel("MXFP4")}
+    return StockChoice(refusal=kernel.get(problem.scheme.name, _no_kernel("WNA16")))
+
+
+def _no_kernel(scheme: str) -> str:
+    return f"NotImplementedError: No {scheme} MoE backend supports the deployment configuration"
+
+
+def _has_known_list(problem: Problem) -> bool:
+    """Whether the rules know the list of kernels that a layer gets."""
+    scheme = problem.scheme
+    if scheme.name == "mxfp4":
+        if scheme.packing == "mxfp4":
+            return True
+        if scheme.packing in ("gpt_oss", "quark", "online"):
+            return scheme.activations == "16bit" or (problem.parallel.is_batched and scheme.activations == "mxfp4")
+        return scheme.packing == "compressed-tensors" and not problem.parallel.is_batched
+    if scheme.name == "wna16":
+        return scheme.packing in ("gptq", "awq", "compressed-tensors", "moe_wna16") and scheme.act_order != "group"
+    return True
+
+
+def _falls_back(problem: Problem) -> bool:
+    """Whether stock reads GPTQ's and AWQ's experts as MoeWNA16, since Marlin does not take the sizes
+    (``check_moe_marlin_supports_config``)."""
+    scheme, size = problem.scheme, problem.unpadded_intermediate_size or problem.intermediate_size
+    if scheme.packing not in ("gptq", "awq"):
+        return False
+    whole = scheme.group_size <= 0 or size % scheme.group_size == 0
+    return not (problem.hidden_size % 128 == 0 and whole and scheme.group_size in (-1, 32, 64, 128))
+
+
+def _is_listed(backend: Backend, problem: Problem, fallen_back: bool) -> bool:
+    """Whether stock's list for a layer has the kernel of a wrapper."""
+    scheme = problem.scheme
+    kernel = backend.stock_kernel if isinstance(backend, StockBackend) else ""
+    if scheme.name == "mxfp4":
+        if scheme.packing == "mxfp4":
+            return kernel in _LISTED_FOR_HALVES
+        if scheme.packing == "compressed-tensors":
+            return kernel == "MARLIN"
+        return kernel != "TRITON_UNFUSED" and backend.activations(problem) == "16bit"
+    if scheme.name == "wna16":
+        if kernel in ("MARLIN", "BATCHED_MARLIN"):
+            return scheme.packing != "moe_wna16" and not fallen_back
+        if kernel == "TRITON":
+            return scheme.packing != "awq" or fallen_back
+        # vLLM's name of such weights is not among those that Humming's class knows.
+        unknown = scheme.packing == "compressed-tensors" and scheme.zero_points and scheme.bits == 4
+        return not (kernel == "HUMMING" and unknown)
+    return True
+
+
+def _claimed(backend: StockBackend, problem: Problem, device: Device) -> frozenset[str]:
+    """Codes of reasons for which a wrapper refuses what vLLM claims for its class, as `stock_differences` say."""
+    asked = {
+        "activation": problem.activation.name, "routing": problem.routing.method, "lora": "lora", "eplb": "eplb",
+        "capability": f"sm_{device.capability}",
+    }  # fmt: skip
+    claims = {
+        what
+        for each in backend.stock_differences
+        if not each.before or not vllm_at_least_on(device, each.before)
+        for what in each.what
+    }
+    return frozenset(code for code, word in asked.items() if word in claims)
