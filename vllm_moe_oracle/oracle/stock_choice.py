@@ -15,19 +15,13 @@ from ..backends import Backend
 from ..backends._stock import StockBackend
 from ..core.decision import Candidate
 from ..core.problem import Device, Problem
-from ..releases.min_versions import vllm_at_least_on
+from ..releases.min_versions import CUTLASS_MXFP4_LISTED, STOCK_RULES, STOCK_RULES_ON_CPU, vllm_at_least_on
 from ..releases.supported import NEWEST
 from ..settings import AUTO, Settings
 from .checked_backend import is_own, unchecked
 from .registry import Registry
 from .selection import evaluate_candidates
 from .stock_kernels import NOT_ASKED_BY_STOCK, NOT_LOADED_BY_VLLM, PADDED_BY_STOCK, stock_wrappers
-
-_KNOWN_SINCE = {"mxfp8": "0.24.0", "mxfp4": "0.25.1", "wna16": "0.33.0"}
-"""The first release whose choice on a GPU the rules give, by scheme."""
-
-_CPU_KNOWN_SINCE = "0.32.0"
-"""The same on a CPU."""
 
 _LISTED_FOR_HALVES = frozenset(
     {"FLASHINFER_TRTLLM_MXFP4_MXFP8", "DEEPGEMM_MXFP4", "MARLIN", "BATCHED_MARLIN", "HUMMING"}
@@ -78,9 +72,9 @@ def choose_stock(
     for reason in (reason for each in candidates for reason in each.reasons):
         if reason.code in NOT_LOADED_BY_VLLM:
             return StockChoice(refusal=str(reason))
-    if device.kind == "cpu" and _is_known(device, _CPU_KNOWN_SINCE):
+    if device.kind == "cpu" and _is_known(device, STOCK_RULES_ON_CPU):
         return _on_cpu(problem, device)
-    if device.kind != "cuda" or not _is_known(device, _KNOWN_SINCE[problem.scheme.name]):
+    if device.kind != "cuda" or not _is_known(device, STOCK_RULES[problem.scheme.name]):
         return None
     found = _apart_from_lists(problem, device)
     if found is not None:
@@ -121,8 +115,7 @@ def _apart_from_lists(problem: Problem, device: Device) -> StockChoice | None:
     if scheme.packing == "compressed-tensors" and has_cutlass:
         return StockChoice(_CUTLASS_MXFP4)
     if scheme.packing in ("quark", "online") and scheme.activations == "mxfp4" and _is_plain(problem):
-        # Before 0.32.0 the list has no kernel over CUTLASS.
-        listed = has_cutlass and vllm_at_least_on(device, _CPU_KNOWN_SINCE)
+        listed = has_cutlass and vllm_at_least_on(device, CUTLASS_MXFP4_LISTED)
         return StockChoice(_CUTLASS_MXFP4 if listed else "OCP_MXQuantizationEmulationTritonExperts")
     return None
 

@@ -68,6 +68,15 @@ MARLIN_WITHOUT_ACT_ORDER = "0.30.0"
 MODELOPT_EXCLUDE_MODULES = "0.33.0"
 """ModelOpt's configs read ``exclude_modules`` beside ``quant_algo``, where there is no ``ignore``."""
 
+STOCK_RULES = {"mxfp8": "0.24.0", "mxfp4": "0.25.1", "wna16": "0.31.0"}
+"""The first releases whose choice of a kernel on a GPU `oracle.stock_choice` gives, by scheme."""
+
+STOCK_RULES_ON_CPU = "0.32.0"
+"""The same on a CPU."""
+
+CUTLASS_MXFP4_LISTED = "0.32.0"
+"""vLLM's list of kernels for gpt-oss's format has the one over CUTLASS for MXFP4 on both sides."""
+
 SITU = "0.27.1"
 """The activation ``situ``. Expert classes that call vLLM's activation functions pass its parameters."""
 
