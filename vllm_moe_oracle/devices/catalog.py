@@ -6,6 +6,7 @@ A new GPU is one file in this directory. Its name in ``--device`` is the file's 
 from __future__ import annotations
 
 import dataclasses
+import re
 from functools import cache
 from pathlib import Path
 
@@ -105,6 +106,14 @@ def is_same_gpu(one: str, other: str) -> bool:
     return one == other or ((spec := find_spec(one)) is not None and spec == find_spec(other))
 
 
+_OTHER_DEVICES = {
+    "an AMD GPU (ROCm)": re.compile(r"(amd[ -]|instinct|rocm|gfx\d|mi ?[1-4]\d\d|radeon)", re.IGNORECASE),
+    "an Intel accelerator": re.compile(r"(intel[ -]|xpu|arc[ -]?[ab]\d|max[ -]?1[15]\d0|gaudi)", re.IGNORECASE),
+    "a TPU": re.compile(r"(tpu|google[ -])", re.IGNORECASE),
+}
+"""Common names of devices for which vLLM has kernels and this plugin none."""
+
+
 def known_device(name: str) -> Device:
     """A known device with the packages of an installation of the newest tested vLLM.
 
@@ -113,6 +122,9 @@ def known_device(name: str) -> Device:
     """
     spec = find_spec(name)
     if spec is None:
+        if vendor := next((each for each, names in _OTHER_DEVICES.items() if names.match(name.strip())), ""):
+            rule = f"{name!r} is {vendor}: this plugin stands down there, and stock vLLM serves"
+            raise SettingError(rule, "Name an NVIDIA GPU, or cpu")
         names = known_device_names()
         suggestion = did_you_mean(name, names, prefix="nvidia-", strict=True)
         raise SettingError(f"unknown device {name!r}", f"{suggestion}Valid are {', '.join(names)}")
