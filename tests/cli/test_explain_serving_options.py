@@ -147,16 +147,27 @@ def test_heads_that_do_not_divide_are_refused_whatever_the_experts_are(run: Run,
         assert found.status == 2 and "which do not divide the 32 attention heads (32 mod 3 = 2)" in found.err
 
 
-def test_the_gain_of_a_named_backend_is_not_looked_up(run: Run, write: Write) -> None:
-    assert (
-        "the backend is named, and are not looked up" in run("explain", write(), *H200, "--backend", "emulation").text
-    )
+def test_the_gain_of_a_named_backend_is_not_predicted(run: Run, write: Write) -> None:
+    found = run("explain", write(), *H200, "--backend", "emulation").text
+    assert "it was not measured beside stock vLLM on such a machine, and a named backend is not predicted" in found
 
 
 def test_stages_of_pipeline_parallelism_have_a_hint(run: Run, write: Write) -> None:
     for option in ("--pipeline-parallel-size", "-pp"):
         found = run("explain", write(), option, 2)
         assert found.status == 2 and "the answer for each is the same" in found.err
+    for option in ("--eplb-config", "--speculative-config", "--max-model-len"):
+        found = run("explain", write(), option, 2)
+        assert found.status == 2 and "explain reads no such option of vLLM" in found.err
+
+
+def test_experts_that_do_not_fit_a_cpus_memory_are_noted(run: Run, write: Write, tmp_path: Path) -> None:
+    told = "and A CPU has {} GiB: a server does not fit"
+    for memory, expected in ((8, True), (512, False)):
+        machine = {"kind": "cpu", "name": "A CPU", "memory_gib": memory, "features": ["avx2"]}
+        (tmp_path / "cpu.json").write_text(json.dumps(machine))
+        notes = run("explain", write(), "--device", tmp_path / "cpu.json", "--json").json["notes"]
+        assert any(told.format(memory) in each for each in notes) == expected
 
 
 def test_a_machine_without_a_gpu_is_noted_unless_it_was_named(run: Run, write: Write) -> None:
@@ -239,7 +250,7 @@ def test_brief_has_one_block_for_each_group(run: Run, write: Write) -> None:
     assert result.status == 0 and len(blocks) == 4
     assert blocks[1].splitlines()[0] == "10 layers: model.layers.0-9.mlp.experts"
     rows = [line.split()[0] for line in blocks[1].splitlines()[1:] if line[2] != " "]
-    assert rows == ["backend", "why", "gain", "numerics"]
+    assert rows == ["backend", "why", "stock", "gain", "numerics"]
     assert row(blocks[1], "why").startswith("override: re:layers") and row(blocks[1], "backend") == "emulation"
     assert blocks[2].splitlines()[0] == "10 layers: model.layers.10-19.mlp.experts"
     assert row(blocks[2], "why").startswith("static: first accepted backend")

@@ -64,6 +64,10 @@ _OPTIONS = {
         ("--pipeline-parallel-size", "-pp", "-p", "--pp"),
         "stages of pipeline parallelism hold whole layers: the answer for each is the same without the option",
     ),
+    **dict.fromkeys(
+        ("--eplb-config", "--speculative-config", "--max-model-len", "--gpu-memory-utilization", "--max-num-seqs"),
+        "explain reads no such option of vLLM: leave it out, see --eplb and --draft-moe-backend",
+    ),
     "--output": "give --jsonl FILE, --export FILE, or the shell's >",
     "-o": "give --jsonl FILE, --export FILE, or the shell's >",
     "--format": "--json prints JSON",

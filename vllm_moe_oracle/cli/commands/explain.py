@@ -128,8 +128,10 @@ Examples:
 Exit status:
   0  every group of layers has a backend or is left to stock vLLM; or the whole
      model is left to stock vLLM, since it has no experts or is in a format
-     that is not served
-  2  the input cannot be used; one line on standard error says what and where
+     that is not served; also where a note says under which condition a server
+     would not start
+  2  the input cannot be used, or vLLM refuses the number of ranks for the
+     model; one line on standard error says what and where
   3  a server would not start: a group has no backend, vLLM refuses the
      options, or {env_var("strict")} refuses a profile; the table is printed
      nevertheless
@@ -412,8 +414,11 @@ def _memory_notes(groups: list[LayerGroup], device: Device) -> Iterator[str]:
         )
         / 2**30
     )
-    if device.kind == "cuda" and gib > device.memory_gib > 0:
+    if gib > device.memory_gib > 0:
         rule = f"the experts alone take {gib:.0f} GiB of each rank, and {device.name} has {device.memory_gib:.0f} GiB"
+        if device.kind == "cpu":
+            yield f"{rule}: a server does not fit, and kernels that compute in 16 bits take more"
+            return
         ways = "--tp N or --dp N, or the stages of pipeline parallelism, of which this says nothing"
         yield f"{rule}: a server needs more ranks ({ways})"
 
