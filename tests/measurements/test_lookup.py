@@ -319,6 +319,17 @@ def test_the_profile_of_the_closest_triton_answers(torch: str, triton: str, expe
     assert bool(found.errors) is (triton != "" and not triton.startswith(expected))
 
 
+def test_backends_that_changed_alike_are_named_in_one_remark() -> None:
+    card = measured_card(profile.SHIPPED_FOLDER / "nvidia_h200.json")
+    newer, older = (
+        dataclasses.replace(card, packages={**card.packages, "vllm": each}) for each in ("0.33.0", "0.29.0")
+    )
+    names = ["marlin_mxfp8", "marlin_wna16", "hopper_mxfp8"]
+    errors, remarks = lookup.release_errors(names, Environment.of(newer), Environment.of(older))
+    assert list(errors) == names[:2]
+    assert remarks == ["marlin_mxfp8, marlin_wna16 were measured with vllm 0.33.0, not 0.29.0"]
+
+
 def test_a_gain_over_stock_is_of_the_same_triton() -> None:
     """Where none was measured under it, the gain is the decision's own."""
     layer, card = model_shapes.parse("mxfp8:qwen3-30b-a3b"), measured_card(profile.SHIPPED_FOLDER / "nvidia_h200.json")

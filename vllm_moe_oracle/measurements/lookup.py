@@ -155,15 +155,16 @@ def release_errors(names: Iterable[str], there: Environment, here: Environment) 
 
     Returns:
         The errors of the times by backend, root mean squares of the logarithm, without those whose kernels are the
-        same; and what changed, in words.
+        same; and what changed, in words, once for all backends for which it is the same.
     """
     errors: dict[str, float] = {}
-    remarks: list[str] = []
+    causes: dict[str, list[str]] = {}
     for name in names:
         if changes := _code_changes(name, there, here):
             errors[name] = math.hypot(*changes.values())
-            remarks.append(f"{name} was measured with {', '.join(changes)}")
-    return errors, remarks
+            causes.setdefault(", ".join(changes), []).append(name)
+    verb = {True: "was", False: "were"}
+    return errors, [f"{', '.join(own)} {verb[len(own) == 1]} measured with {why}" for why, own in causes.items()]
 
 
 def _code_changes(name: str, there: Environment, here: Environment) -> dict[str, float]:
