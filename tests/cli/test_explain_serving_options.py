@@ -161,6 +161,15 @@ def test_stages_of_pipeline_parallelism_have_a_hint(run: Run, write: Write) -> N
         assert found.status == 2 and "explain reads no such option of vLLM" in found.err
 
 
+def test_that_vllm_does_not_balance_gpt_oss_is_noted(run: Run, write: Write) -> None:
+    told = "vLLM does not balance the experts of gpt-oss"
+    example = CONFIGS / "gpt-oss-20b.json"
+    for path, expected in ((example, True), (write(), False)):
+        notes = run("explain", path, *H200, "--tp", 2, "--ep", "--eplb", "--json").json["notes"]
+        assert any(told in each for each in notes) == expected
+    assert told not in run("explain", example, *H200, "--tp", 2, "--ep").text
+
+
 def test_experts_that_do_not_fit_a_cpus_memory_are_noted(run: Run, write: Write, tmp_path: Path) -> None:
     told = "and A CPU has {} GiB: a server does not fit"
     for memory, expected in ((8, True), (512, False)):

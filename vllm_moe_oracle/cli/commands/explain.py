@@ -398,6 +398,10 @@ def _group_notes(groups: list[LayerGroup]) -> Iterator[str]:
     for group in groups:
         if group.decision is not None and group.decision.degraded:
             yield f"{group.layers}: {group.decision.explanation}"
+        if group.problem.eplb and group.problem.scheme.packing == "gpt_oss":
+            # Of all supported releases: `GptOssForCausalLM` is no `MixtureOfExperts`, which vLLM asks the model for.
+            rule = "vLLM does not balance the experts of gpt-oss, whose class in vLLM is no MixtureOfExperts"
+            yield f"{group.layers}: {rule}: --eplb moves none"
         if group.left_to_stock and group.problem.lora:
             rule = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM, with a warning"
             remedy = "with --lora-target-modules that name no experts, these layers are served without LoRA"
