@@ -26,7 +26,7 @@ def test_the_rules_choose_as_the_code_of_the_newest_release(table: GoldenTable) 
 
 
 def test_stock_has_no_kernel_that_takes_tokens_by_expert() -> None:
-    """Computed from the code of vLLM 0.33.0: Marlin alone has such a class, and not for MXFP8."""
+    """Computed from the code of the newest release: Marlin alone has such a class, and not for MXFP8."""
     parallel = Parallel(ep=8, dp=8, format="batched")
     found = choose_stock(problem(scheme=MXFP8_W8A8, parallel=parallel), H200, default_registry())
     assert str(found) == "cannot run it: ValueError: No MXFP8 MoE backends available"
