@@ -322,7 +322,7 @@ def test_the_profile_of_the_closest_triton_answers(torch: str, triton: str, expe
 def test_backends_that_changed_alike_are_named_in_one_remark() -> None:
     card = measured_card(profile.SHIPPED_FOLDER / "nvidia_h200.json")
     newer, older = (
-        dataclasses.replace(card, packages={**card.packages, "vllm": each}) for each in ("0.33.0", "0.29.0")
+        dataclasses.replace(card, packages={**card.packages, "vllm": each}) for each in ("0.31.0", "0.29.0")
     )
     names = ["marlin_mxfp8", "marlin_wna16", "hopper_mxfp8"]
     errors, remarks = lookup.release_errors(names, Environment.of(newer), Environment.of(older))
