@@ -598,7 +598,7 @@ def test_explain_says_why_measurements_of_another_card_are_not_used(run: Run, me
 def test_status_says_what_is_kept(run: Run, measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_ORACLE_CACHE", str(measured))
     assert run("status", "--json").json["cache"]["measurements"] == {f"NVIDIA H200, vLLM {NEWEST}": 21}
-    assert f"21 on NVIDIA H200, vLLM {NEWEST}" in run("status").text
+    assert f"21 times on NVIDIA H200, vLLM {NEWEST}" in run("status").text
     (measured / "measurements.sqlite").write_bytes(b"rubbish")
     result = run("status")
     assert result.status == 0 and "not used:" in result.out

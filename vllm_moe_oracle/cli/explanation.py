@@ -149,6 +149,8 @@ def _describe_gain(group: LayerGroup, decision: Decision) -> str:
         return str(group.gain)
     if group.runs_stock_kernel:
         return "none: this is stock vLLM's own kernel"
+    if group.stock is not None and group.stock.refusal:
+        return "none: stock vLLM cannot run it"
     if missing := not_timed(group.problem):
         return f"unknown: stock vLLM was timed without {missing}"
     if decision.is_explicit:

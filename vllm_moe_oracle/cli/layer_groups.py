@@ -124,12 +124,21 @@ def _new_group(layer: ServedLayer, server: Server, measure: str, method: str) ->
     device, registry = server.device, default_registry()
     own = stock_choice(chosen, device, registry) if found.stock is None else found.stock.backend
     same_kernel = chosen.backend == own and not chosen.token_ranges
+    gain = stock_gain(chosen, device, registry, server.settings.objective)
     return dataclasses.replace(
         found,
-        gain=stock_gain(chosen, device, registry, server.settings.objective),
+        gain=gain if gain is None or _is_over(gain, found.stock) else None,
         runs_stock_kernel=same_kernel,
         measure=measure if chosen.tunable else "",
     )
+
+
+def _is_over(gain: StockGain, stock: StockChoice | None) -> bool:
+    """Whether a gain is over the kernel that stock vLLM takes, as far as both are known."""
+    if stock is None or gain.stock.endswith(" own layer"):
+        return True
+    names = {stock.backend, stock.stock_class} - {""}
+    return not names.isdisjoint({gain.stock.partition(",")[0], gain.stock.rpartition(" ")[2]})
 
 
 def _stock_choice(layer: ServedLayer, server: Server, method: str) -> StockChoice | None:
