@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kernels run on 
 TOOL = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 import atexit, ctypes, os, signal, sys, time
 from vllm_moe_oracle.cli import child_process
 from vllm_moe_oracle.oracle.watchdog import doing

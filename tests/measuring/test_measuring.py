@@ -338,7 +338,7 @@ def test_a_broken_context_ends_the_run_and_the_next_goes_on(
     ("changes", "used", "words"),
     [
         ({"gpu": "NVIDIA H100"}, False, "are of NVIDIA H100, not of "),
-        ({"packages": {"vllm": "0.31.0"}}, True, "was measured with vllm 0.31.0, not "),
+        ({"packages": {"vllm": "0.31.0"}}, True, "fast, slow were measured with vllm 0.31.0, not "),
         ({"packages": {"vllm": f"{HERE.packages['vllm']}.dev3+g1234567"}}, True, "measured with vllm"),
     ],
 )

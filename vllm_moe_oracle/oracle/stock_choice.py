@@ -9,19 +9,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from packaging.version import Version
-
 from ..backends import Backend
 from ..backends._stock import StockBackend
 from ..core.decision import Candidate
 from ..core.problem import Device, Problem
-from ..releases.min_versions import CUTLASS_MXFP4_LISTED, STOCK_RULES, STOCK_RULES_ON_CPU, vllm_at_least_on
-from ..releases.supported import NEWEST
+from ..releases import min_versions
+from ..releases.min_versions import vllm_at_least_on
 from ..settings import AUTO, Settings
 from .checked_backend import is_own, unchecked
 from .registry import Registry
 from .selection import evaluate_candidates
 from .stock_kernels import NOT_ASKED_BY_STOCK, NOT_LOADED_BY_VLLM, PADDED_BY_STOCK, stock_wrappers
+
+_KNOWN_SINCE = {
+    "mxfp8": min_versions.STOCK_RULES_MXFP8,
+    "mxfp4": min_versions.STOCK_RULES_MXFP4,
+    "wna16": min_versions.STOCK_RULES_WNA16,
+}
+"""The first release whose choice on a GPU the rules give, by scheme."""
 
 _LISTED_FOR_HALVES = frozenset(
     {"FLASHINFER_TRTLLM_MXFP4_MXFP8", "DEEPGEMM_MXFP4", "MARLIN", "BATCHED_MARLIN", "HUMMING"}
@@ -72,9 +77,9 @@ def choose_stock(
     for reason in (reason for each in candidates for reason in each.reasons):
         if reason.code in NOT_LOADED_BY_VLLM:
             return StockChoice(refusal=str(reason))
-    if device.kind == "cpu" and _is_known(device, STOCK_RULES_ON_CPU):
+    if device.kind == "cpu" and _is_known(device, min_versions.STOCK_RULES_ON_CPU):
         return _on_cpu(problem, device)
-    if device.kind != "cuda" or not _is_known(device, STOCK_RULES[problem.scheme.name]):
+    if device.kind != "cuda" or not _is_known(device, _KNOWN_SINCE[problem.scheme.name]):
         return None
     found = _apart_from_lists(problem, device)
     if found is not None:
@@ -84,8 +89,7 @@ def choose_stock(
 
 def _is_known(device: Device, since: str) -> bool:
     """Whether a machine's release is one of those that the rules are of. One without a known vLLM has the newest."""
-    vllm = device.packages.get("vllm")
-    return vllm_at_least_on(device, since) and (vllm is None or Version(vllm).base_version <= NEWEST)
+    return vllm_at_least_on(device, since) and not min_versions.is_unreleased_on(device)
 
 
 def _on_cpu(problem: Problem, device: Device) -> StockChoice | None:
@@ -115,7 +119,7 @@ def _apart_from_lists(problem: Problem, device: Device) -> StockChoice | None:
     if scheme.packing == "compressed-tensors" and has_cutlass:
         return StockChoice(_CUTLASS_MXFP4)
     if scheme.packing in ("quark", "online") and scheme.activations == "mxfp4" and _is_plain(problem):
-        listed = has_cutlass and vllm_at_least_on(device, CUTLASS_MXFP4_LISTED)
+        listed = has_cutlass and vllm_at_least_on(device, min_versions.CUTLASS_MXFP4_LISTED)
         return StockChoice(_CUTLASS_MXFP4 if listed else "OCP_MXQuantizationEmulationTritonExperts")
     return None
 

@@ -68,11 +68,17 @@ MARLIN_WITHOUT_ACT_ORDER = "0.30.0"
 MODELOPT_EXCLUDE_MODULES = "0.33.0"
 """ModelOpt's configs read ``exclude_modules`` beside ``quant_algo``, where there is no ``ignore``."""
 
-STOCK_RULES = {"mxfp8": "0.24.0", "mxfp4": "0.25.1", "wna16": "0.31.0"}
-"""The first releases whose choice of a kernel on a GPU `oracle.stock_choice` gives, by scheme."""
+STOCK_RULES_MXFP8 = "0.24.0"
+"""`oracle.stock_choice` gives vLLM's choice of a kernel for MXFP8 on a GPU."""
+
+STOCK_RULES_MXFP4 = "0.25.1"
+"""The same for MXFP4."""
+
+STOCK_RULES_WNA16 = "0.31.0"
+"""The same for integers."""
 
 STOCK_RULES_ON_CPU = "0.32.0"
-"""The same on a CPU."""
+"""The same for all on a CPU."""
 
 CUTLASS_MXFP4_LISTED = "0.32.0"
 """vLLM's list of kernels for gpt-oss's format has the one over CUTLASS for MXFP4 on both sides."""
@@ -139,6 +145,15 @@ def vllm_at_least(vllm: str | None, *, minimum: str) -> bool:
     """
     try:
         return vllm is None or Version(Version(vllm).base_version) >= Version(minimum)
+    except InvalidVersion:
+        return True
+
+
+def is_unreleased_on(device: Device) -> bool:
+    """Whether a machine's vLLM leads to a release after the newest tested one. One without a known vLLM has that."""
+    vllm, newest = device.packages.get("vllm"), RELEASES[-1]
+    try:
+        return vllm is not None and Version(Version(vllm).base_version) > Version(newest)
     except InvalidVersion:
         return True
 
