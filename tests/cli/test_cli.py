@@ -610,6 +610,8 @@ def test_the_gain_over_stock_is_shown_where_it_is_known(
     text, older = gain("--device", "nvidia-h200", "--vllm", before)
     assert older["speedup"] > found["speedup"] and 0 < older["error"] < 0.3
     assert "as fast as marlin_mxfp8, stock vLLM's kernel," in text
+    unknown = run("explain", write(), "--device", "nvidia-h200", "--vllm", "0.23.0", "--brief").text
+    assert "not known for vLLM 0.23.0" in unknown and "; the gain takes it for marlin_mxfp8" in unknown
     assert gain("--device", "nvidia-a100") == ("none: this is stock vLLM's own kernel", None)
     # Neither measured nor predicted: a figure of other layers is not this one's.
     for others in (("--device", "cpu"), ("--device", "nvidia-a100", "--backend", "emulation")):

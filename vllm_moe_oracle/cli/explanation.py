@@ -132,7 +132,10 @@ def _winner_rows(
 def _stock_row(group: LayerGroup, release: str) -> tuple[str, str]:
     """What stock vLLM would run; `release` is the vLLM that the answer is for."""
     if group.stock is None:
-        return "stock vLLM", f"not known for {release}: nothing here has its rules for such layers on this machine"
+        kernel = group.gain.stock.partition(",")[0] if group.gain is not None else ""
+        assumed = f"; the gain takes it for {kernel}" if kernel else ""
+        unknown = f"not known for {release}: nothing here has its rules for such layers on this machine"
+        return "stock vLLM", unknown + assumed
     return "stock vLLM", f"{group.stock}, {release}"
 
 
