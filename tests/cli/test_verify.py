@@ -350,6 +350,10 @@ def test_a_truncated_file_is_refused(run: cli.Run, model: Path, tmp_path: Path) 
     file.write_bytes(file.read_bytes()[:-100])
     found = run("verify", damaged)
     assert found.status == 1 and "the file, and a server does not start" in found.err and "Fetch" in found.err
+    assert "layers agree" not in found.out
+    found = run("verify", damaged, "--json")
+    assert found.status == 1 and found.json["layers"] == [] and not found.json["interrupted"]
+    assert found.json["damage"] in found.err and "the file, and a server does not start" in found.json["damage"]
 
 
 @pytest.mark.parametrize(

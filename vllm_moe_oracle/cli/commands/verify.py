@@ -114,8 +114,8 @@ def command(
         if not report_only:
             _check(answer, config, chosen, resume)
     except DamagedCheckpointError as error:
-        output.print_message("error", str(error))
-        raise typer.Exit(EXIT_FAILED) from error
+        child_process.keep(None)
+        answer.damage = str(error)
     answer.print()
     if answer.stopped:
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -182,6 +182,7 @@ class _Answer:
         results: results of the layers so far.
         running: the layer and the backend that are being compared.
         stopped: how the check stopped before its end; "" where it did not.
+        damage: what is damaged in the files, which ended the check; "" where nothing is.
     """
 
     machine: Device
@@ -193,11 +194,12 @@ class _Answer:
     results: list[LayerResult] = field(default_factory=list)
     running: tuple[str, ...] = ()
     stopped: str = ""
+    damage: str = ""
 
     @property
     def is_bad(self) -> bool:
-        """Whether a layer is not as it should be."""
-        wrong = any(each.status not in _GOOD for each in self.results)
+        """Whether a layer, or a file, is not as it should be."""
+        wrong = bool(self.damage) or any(each.status not in _GOOD for each in self.results)
         return wrong or (self.engagement is not None and not self.engagement.complete)
 
     def ended(self, why: str) -> int:
@@ -224,9 +226,10 @@ class _Answer:
                     "unsupported_formats": self.unsupported_formats,
                     "engagement": None if self.engagement is None else _engagement_json(self.engagement),
                     "interrupted": bool(self.stopped),
+                    "damage": self.damage or None,
                 }
             )
-        elif self.total is not None:
+        elif self.total is not None and (self.results or not self.damage):
             self._print_tables()
         for each in self.results:
             if each.status not in _GOOD:
@@ -235,6 +238,8 @@ class _Answer:
                 output.print_message("note", f"{each.layer}: {each.fault}")
         if self.engagement is not None:
             _print_engagement(self.engagement, self.results, self.as_json)
+        if self.damage:
+            output.print_message("error", self.damage)
 
     def _print_tables(self) -> None:
         output.show(f"{self.machine}, vLLM {self.machine.packages.get('vllm', 'unknown')}")
