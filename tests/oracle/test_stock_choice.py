@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from tests.lib.cases import CPU, H200, INT4_G128, MXFP8_W8A8, problem
 from tests.lib.golden_decisions import GoldenTable, device_of
 from tests.lib.golden_tables import TABLES
+from vllm_moe_oracle import cli
 from vllm_moe_oracle.core.problem import Parallel, Scheme
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.stock_choice import choose_stock
+from vllm_moe_oracle.releases import min_versions
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
@@ -48,3 +51,16 @@ def test_what_the_rules_do_not_reach_is_not_known() -> None:
     for device, options in ((old, {}), (H200, {"moe_backend": "marlin"})):
         assert choose_stock(problem(scheme=MXFP8_W8A8), device, default_registry(), **options) is None
     assert choose_stock(problem(scheme=INT4_G128), H200, default_registry(), method="inc") is None
+
+
+def test_the_page_names_the_releases_that_the_rules_reach() -> None:
+    page = " ".join((Path(cli.__file__).parent / "README.md").read_text().split())
+    mxfp8, mxfp4, integers, cpu = (
+        each.removesuffix(".0")
+        for each in (
+            min_versions.STOCK_RULES_MXFP8, min_versions.STOCK_RULES_MXFP4, min_versions.STOCK_RULES_WNA16,
+            min_versions.STOCK_RULES_ON_CPU,
+        )
+    )  # fmt: skip
+    gpus = f"known on GPUs for MXFP8 from {mxfp8}, MXFP4 from {mxfp4} and integers from {integers}"
+    assert f"{gpus}, and on CPUs without AMX for MXFP4 from {cpu}" in page

@@ -10,9 +10,9 @@ from ..checkpoint.layer_names import compact_layer_names
 from ..checkpoint.served_layers import ServedLayer, Server
 from ..core.decision import Candidate, Decision
 from ..core.problem import Problem
-from ..measurements.stock_gain import StockGain, stock_choice, stock_gain, time_errors
+from ..measurements.stock_gain import StockGain, stock_gain, time_errors
 from ..oracle.registry import default_registry
-from ..oracle.stock_choice import StockChoice, choose_stock
+from ..oracle.stock_choice import StockChoice, assume_stock, choose_stock
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,24 +121,13 @@ def _new_group(layer: ServedLayer, server: Server, measure: str, method: str) ->
     )
     if chosen is None:
         return found
-    device, registry = server.device, default_registry()
-    own = stock_choice(chosen, device, registry) if found.stock is None else found.stock.backend
-    same_kernel = chosen.backend == own and not chosen.token_ranges
-    gain = stock_gain(chosen, device, registry, server.settings.objective)
+    stock = found.stock or assume_stock(chosen, server.device, default_registry())
     return dataclasses.replace(
         found,
-        gain=gain if gain is None or _is_over(gain, found.stock) else None,
-        runs_stock_kernel=same_kernel,
+        gain=stock_gain(chosen, server.device, stock, server.settings.objective),
+        runs_stock_kernel=chosen.backend == stock.backend and not chosen.token_ranges,
         measure=measure if chosen.tunable else "",
     )
-
-
-def _is_over(gain: StockGain, stock: StockChoice | None) -> bool:
-    """Whether a gain is over the kernel that stock vLLM takes, as far as both are known."""
-    if stock is None or gain.stock.endswith(" own layer"):
-        return True
-    names = {stock.backend, stock.stock_class} - {""}
-    return not names.isdisjoint({gain.stock.partition(",")[0], gain.stock.rpartition(" ")[2]})
 
 
 def _stock_choice(layer: ServedLayer, server: Server, method: str) -> StockChoice | None:

@@ -15,8 +15,7 @@ from ..core.decision import Decision, TimeComparison
 from ..core.objectives import Objective, parse_objective
 from ..core.problem import Device, Problem
 from ..oracle.measured_choice import LatencyCurve
-from ..oracle.registry import Registry
-from ..oracle.stock_kernels import stock_wrappers
+from ..oracle.stock_choice import StockChoice
 from . import latency_model, profile
 from .bench_records import STOCK_DEFAULT
 from .environment import Environment
@@ -58,34 +57,28 @@ class StockGain:
         return f"{words}, by {self.source}"
 
 
-def stock_gain(decision: Decision, device: Device, registry: Registry, objective: str) -> StockGain | None:
+def stock_gain(decision: Decision, device: Device, stock: StockChoice, objective: str) -> StockGain | None:
     """The gain of a decided layer over stock vLLM; None where neither shipped nor predicted times tell it.
 
     Args:
         decision: the layer's.
         device: the machine.
-        registry: the backends.
+        stock: what stock vLLM does with the layer there.
         objective: the setting of that name.
     """
     problem = decision.problem
-    if not_timed(problem):
+    if not_timed(problem) or stock.refusal:
         return None
     here, shape = Environment.of(device), kernel_shape_of(problem)
     counts = parse_objective(objective)
-    stock = stock_choice(decision, device, registry)
-    _, _, runs = registry[stock].stock_class.rpartition(":") if stock else ("", "", "")
     for found in profile.comparisons_for(here):
         # Stock vLLM runs another kernel for another packing of the same shape.
         timed = found.stock_classes(shape).get(STOCK_DEFAULT, "")
-        if (not runs or timed in ("", runs)) and (gain := _measured(found, shape, decision, counts)):
+        if (not stock.stock_class or timed in ("", stock.stock_class)) and (
+            gain := _measured(found, shape, decision, counts)
+        ):
             return gain
-    return _over_stock_kernel(decision, stock, counts)
-
-
-def stock_choice(decision: Decision, device: Device, registry: Registry) -> str:
-    """The backend over the kernel that the machine's stock vLLM takes alone; "" if none of the accepted ones is."""
-    wrappers = stock_wrappers(decision.candidates, decision.problem, device, registry)
-    return next((each.backend for each in wrappers if each.accepted), "")
+    return _over_stock_kernel(decision, stock.backend, counts)
 
 
 def not_timed(problem: Problem) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..backends import Backend
 from ..backends._stock import StockBackend
-from ..core.decision import Candidate
+from ..core.decision import Candidate, Decision
 from ..core.problem import Device, Problem
 from ..releases import min_versions
 from ..releases.min_versions import vllm_at_least_on
@@ -85,6 +85,20 @@ def choose_stock(
     if found is not None:
         return found
     return _listed(stock_wrappers(candidates, problem, device, registry), problem, device, registry)
+
+
+def assume_stock(decision: Decision, device: Device, registry: Registry) -> StockChoice:
+    """What stock vLLM takes where `choose_stock` does not know it, as far as the wrappers of its classes tell: the
+    first of its order that accepts the layer. Empty if none does.
+
+    Args:
+        decision: the layer's.
+        device: the machine.
+        registry: the backends.
+    """
+    wrappers = stock_wrappers(decision.candidates, decision.problem, device, registry)
+    name = next((each.backend for each in wrappers if each.accepted), "")
+    return StockChoice(registry[name].stock_class.rpartition(":")[2], name) if name else StockChoice()
 
 
 def _is_known(device: Device, since: str) -> bool:
