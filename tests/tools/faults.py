@@ -156,6 +156,26 @@ FAULTS = (
         "[] if poisoned else changed", "[]", "tests/verification/test_blind_spots.py",
     ),
     Fault(
+        "checks", "nothing lies beside workspaces", "compat/kernel_memory.py",
+        "each for name in _ALLOCATED if", "each for name in _ALLOCATED[2:] if",
+        "tests/verification/test_written_memory.py",
+    ),
+    Fault(
+        "checks", "nothing lies beside the expert map", "verification/self_check.py",
+        "(self._guards.around({name: each})[name], each)", "(each.clone(), each)",
+        "tests/verification/test_written_memory.py",
+    ),
+    Fault(
+        "checks", "what a kernel changes in the expert map is not compared", "verification/self_check.py",
+        "(_bits(now) != _bits(before)).any()", "(_bits(now) != _bits(now)).any()",
+        "tests/verification/test_absent_experts.py",
+    ),
+    Fault(
+        "checks", "what a kernel changes in its own weights is not compared", "verification/self_check.py",
+        "(_checksums(self._held) != self._sums)", "(self._sums != self._sums)",
+        "tests/verification/test_written_memory.py",
+    ),
+    Fault(
         "registries", "the registry forgets a backend", "oracle/registry.py",
         'module_info.name.startswith("_")', 'module_info.name.startswith(("_", "marlin_mxfp8"))',
         "tests/oracle/test_registry.py",

@@ -22,6 +22,7 @@ from ..core.activations import spec_of
 from ..core.problem import MX_BLOCK, Activation, Problem
 from ..errors import BackendDefect
 from ..releases.all2all import delivers_wide_ids
+from . import kernel_memory
 from .experts_adapter import ExpertsAdapter
 from .function_experts import BatchedFunctionExperts, FunctionExperts
 from .layer_adapter import LayerAdapter
@@ -187,7 +188,7 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         expert_map: Tensor | None = None,
         *,
         poisoned: bool = False,
-        guards: list[Tensor] | None = None,
+        guards: kernel_memory.Guards | None = None,
         weights_on_input: bool = False,
     ) -> Tensor:
         """Runs modular experts on routed tokens, without other ranks and without shared experts.
@@ -201,8 +202,7 @@ class Adapter(LayerAdapter, ExpertsAdapter):
             ids: `[M, top_k]` integer.
             expert_map: see `backends.Forward`.
             poisoned: output and workspaces are full of NaN before the experts run, and not of what the memory held.
-            guards: gets the memory before and after the output, uint8, a row of the output each, full of `GUARD_BYTE`
-                before the experts run; None for an output of vLLM's own.
+            guards: output and workspaces lie between its guards; None for memory of vLLM's own.
             weights_on_input: vLLM's prepare step multiplies tokens by the weights, and the experts do not.
 
         Returns:
@@ -219,8 +219,8 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         with (
             nullcontext() if engine is None else set_forward_context(None, engine),
             _finalized(experts.moe_config),
-            _poisoned_memory(experts) if poisoned else nullcontext(),
-            nullcontext() if guards is None else _guarded_output(experts, guards),
+            kernel_memory.poisoned(experts) if poisoned else nullcontext(),
+            nullcontext() if guards is None else kernel_memory.guarded(experts, guards),
         ):
             result = kernel.apply(
                 _padded(x, experts.moe_config.hidden_dim),
@@ -371,66 +371,6 @@ class Adapter(LayerAdapter, ExpertsAdapter):
             loader: the layer's weight loader.
         """
         return loader
-
-
-_POISON = 0xFF
-"""A byte. A number of such bytes is NaN in every float format that has one, and -1 in integers."""
-
-GUARD_BYTE = 0x5A
-"""A byte. Numbers of such bytes are finite, not zero, and none that kernels write."""
-
-_GUARD_ALIGNMENT = 256
-"""A guarded output begins at a multiple of as many bytes, as torch's memory does."""
-
-
-@contextmanager
-def _poisoned_memory(experts: Any) -> Iterator[None]:
-    """While it lasts, modular experts find their output and workspaces full of `_POISON`."""
-    run = experts.apply
-
-    def apply(**arguments: Any) -> Any:
-        for name in ("output", "workspace13", "workspace2"):
-            if arguments[name] is not None:
-                arguments[name].view(torch.uint8).fill_(_POISON)
-        return run(**arguments)
-
-    with _replaced_apply(experts, apply):
-        yield
-
-
-@contextmanager
-def _guarded_output(experts: Any, guards: list[Tensor]) -> Iterator[None]:
-    """While it lasts, modular experts write into memory between two guards, which are added to `guards`."""
-    run = experts.apply
-
-    def apply(**arguments: Any) -> Any:
-        output = arguments["output"]
-        # Kernels may need addresses that are multiples of 16, or of 128.
-        size = -(-output.shape[-1] * output.element_size() // _GUARD_ALIGNMENT) * _GUARD_ALIGNMENT
-        memory = torch.full((output.nbytes + 2 * size,), GUARD_BYTE, dtype=torch.uint8, device=output.device)
-        inner = memory[size:-size].view(output.dtype).view(output.shape)
-        inner.copy_(output)
-        result = run(**arguments | {"output": inner})
-        output.copy_(inner)
-        guards.extend((memory[:size], memory[-size:]))
-        return result
-
-    with _replaced_apply(experts, apply):
-        yield
-
-
-@contextmanager
-def _replaced_apply(experts: Any, apply: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts, vLLM's kernel calls another function in place of the experts' `apply`."""
-    before = vars(experts).get("apply")
-    experts.apply = apply
-    try:
-        yield
-    finally:
-        if before is None:
-            del experts.apply
-        else:
-            experts.apply = before
 
 
 _UNREDUCED_LIMIT = "defer_moe_finalize_max_num_tokens"

@@ -235,11 +235,9 @@ class InstalledLayer:
     def _calls(self) -> Calls:
         on_input = self.problem.routing.apply_router_weight_on_input
 
-        def run(x: Tensor, weights: Tensor, ids: Tensor, **memory: Any) -> Tensor:
+        def run(*routed: Tensor, **memory: Any) -> Tensor:
             kernel = self._experts, self._layer, self._tensors
-            output = self._adapter.run_single_rank(
-                *kernel, x, weights, ids, self._expert_map, **memory, weights_on_input=on_input
-            )
+            output = self._adapter.run_single_rank(*kernel, *routed, **memory, weights_on_input=on_input)
             return output[:, self._rows]
 
         whole = {} if self._expert_map is None else {"expert map": self._expert_map}

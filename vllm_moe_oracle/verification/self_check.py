@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ..backends import Backend, Tensors
 from ..backends.emulation import Emulation
 from ..compat import weight_storage
-from ..compat.adapter import GUARD_BYTE
 from ..compat.experts_builder import VllmBuilder
+from ..compat.kernel_memory import Guards
 from ..core.decision import ShardPlan
 from ..core.problem import Parallel, Problem
 from ..errors import CheckpointError
@@ -47,11 +47,6 @@ _TRIES = 6
 
 _HOST_VALUES = 1 << 24
 """Weights of one matrix that repeated calls read in all, where there is no GPU."""
-
-
-_GUARD_BYTES = 256
-"""Bytes before and after what a kernel gets besides the tokens, which begins at a multiple of them, as torch's memory
-does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,16 +147,15 @@ def compare_with_reference(
     if router_inputs is not None:
         given, whole, scale = _given_to_router(x, *router_inputs)
 
-    def run(x: Tensor, weights: Tensor, ids: Tensor, **memory: Any) -> Tensor:
+    def run(*routed: Tensor, **memory: Any) -> Tensor:
         on_input = small.routing.apply_router_weight_on_input
-        return adapter.run_single_rank(
-            built, layer, tensors, x, weights, ids, expert_map, **memory, weights_on_input=on_input
-        )
+        return adapter.run_single_rank(built, layer, tensors, *routed, **memory, weights_on_input=on_input)
 
-    def run_monolithic(x: Tensor, logits: Tensor, **memory: Any) -> Tensor:  # its output is its own
-        return adapter.run_single_rank_monolithic(built, tensors, x, small, logits, whole.get("correction bias"), scale)
+    def run_monolithic(x: Tensor, logits: Tensor, bias: Tensor | None = None, **memory: Any) -> Tensor:
+        # Its output and workspaces are its own.
+        return adapter.run_single_rank_monolithic(built, tensors, x, small, logits, bias, scale)
 
-    calls = Calls(run_monolithic if backend.monolithic else run, reference, given, whole, backend, spoiled)
+    calls = Calls(run_monolithic if backend.monolithic else run, reference, given, whole, backend, spoiled, tensors)
     calls.make_all(planned)
     return calls.result(start)
 
@@ -199,30 +193,34 @@ class Calls:
         whole: Tensors | None = None,
         backend: Backend | None = None,
         spoiled: int | None = None,
+        held: Tensors | None = None,
     ) -> None:
         """
         Args:
-            run: runs the kernel on some rows of the values of `given`, in their order, with ``poisoned=True`` on memory
-                that holds NaN, and with a list as ``guards`` between guards (`Adapter.run_single_rank`); returns
-                `[M, hidden]`.
+            run: runs the kernel on some rows of the values of `given` and on those of `whole`, in their order, with
+                ``poisoned=True`` on memory that holds NaN, and with ``guards`` between them
+                (`Adapter.run_single_rank`); returns `[M, hidden]`.
             reference: the reference output for all rows.
             given: what the kernel gets, `[tokens, ...]` each, by its name in messages: the tokens come first.
-            whole: what `run` gives it in every call as it is, by its name in messages; None for nothing.
+            whole: what it gets in every call as it is, by its name in messages; None for nothing.
             backend: whose kernel it is; None for none of a registry.
             spoiled: the token of NaN, whose output is not compared; None for none.
+            held: the kernel's own weights and scales, by their names in messages; None not to compare them.
         """
         self._spoiled, self._with_spoiled = spoiled, set[int]()
         self._run, self._reference, self._given, self._backend = run, reference, given, backend
-        self._whole = {name: (each, each.clone()) for name, each in (whole or {}).items()}
+        self._guards = Guards(next(iter(given.values()))[0].nbytes)  # a row of the output, where nothing is padded
+        self._whole = {name: (self._guards.around({name: each})[name], each) for name, each in (whole or {}).items()}
+        self._held = held or {}
+        self._sums = _checksums(self._held)
         self._rows: list[Tensor] = []
         self._outputs: list[Tensor] = []
-        self._after: dict[str, list[Tensor]] = {name: [] for name in (*given, *self._whole)}
+        self._after: dict[str, list[Tensor]] = {name: [] for name in given}
         self._settings: list[list[str]] = []
-        # Of calls between other rows: those after the call, and whether the output's guards were changed.
-        self._beside: list[tuple[Tensor, Tensor] | None] = []
-        self._untouched = torch.zeros((), dtype=torch.bool, device=reference.expected.device)
-        self._memory: dict[tuple[str, int], Tensor] = {}
-        self._guards: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+        # Of calls between other rows: those after the call.
+        self._beside: list[Tensor | None] = []
+        self._memory: dict[int, dict[str, Tensor]] = {}
+        self._tokens: dict[int, Tensor] = {}
 
     @torch.inference_mode()
     def make(self, rows: Tensor, poisoned: bool = True, spoiled: bool = False) -> None:
@@ -231,31 +229,27 @@ class Calls:
 
         The tokens of a call on memory that holds NaN begin where their storage begins. Those of other calls are part
         of a larger tensor, as vLLM's are where it splits a batch: the kernel may read the rows before and after them,
-        and not change them. Their output lies between guards, and what else the kernel gets does in all calls. Calls of
-        as many tokens find theirs in the same memory, as in a CUDA graph: a kernel may keep what it has computed by the
-        address. `spoiled` says that one of the rows is the token of NaN.
+        and not change them. Their output and workspaces lie between guards, and what else the kernel gets does in all
+        calls. Calls of as many tokens find theirs in the same memory, as in a CUDA graph: a kernel may keep what it has
+        computed by the address. `spoiled` says that one of the rows is the token of NaN.
         """
-        x, *others = self._given
-        guards: list[Tensor] | None = None if poisoned else []
-        # The last row is of a token that is not zero.
-        around = rows if poisoned else torch.cat((rows[-1:], rows, rows[-1:]))
-        held = self._given[x][rows] if poisoned else self._in_place(x, around, 0)
-        given = [held if poisoned else held[1:-1], *(self._in_place(each, rows) for each in others)]
+        x = next(iter(self._given.values()))
+        held = x[rows] if poisoned else self._among_others(x, rows)
+        given = [held if poisoned else held[1:-1], *self._in_place(rows).values()]
         if spoiled:
             self._with_spoiled.add(len(self._rows))
         # Copies: the next call may get the same memory.
         self._rows.append(rows)
+        self._guards.when = f"call {len(self._rows)}, {len(rows)} tokens"
+        whole = [each for each, _ in self._whole.values()]
         with watched_kernel(self._backend), process_state.kept() as changed:
-            output = self._run(*given, poisoned=poisoned, guards=guards)
+            output = self._run(*given, *whole, poisoned=poisoned, guards=None if poisoned else self._guards)
             uncompared = torch.eq(rows, self._spoiled).unsqueeze(-1) if spoiled and self._spoiled is not None else None
             self._outputs.append(output.clone() if uncompared is None else output.masked_fill(uncompared, 0.0))
         # The first calls may import and compile.
         self._settings.append([] if poisoned else changed)
-        # A kernel that routes has an output of its own.
-        changed_guards = (torch.cat(guards) != GUARD_BYTE).any() if guards else self._untouched
-        self._beside.append(None if guards is None else (held[:: len(held) - 1].clone(), changed_guards))
-        whole = [each for each, _ in self._whole.values()]
-        for each, after in zip((*given, *whole), self._after.values(), strict=True):
+        self._beside.append(None if poisoned else held[:: len(held) - 1].clone())
+        for each, after in zip(given, self._after.values(), strict=True):
             after.append(each.clone())
 
     def make_all(self, planned: Sequence[tuple[Tensor, bool]]) -> None:
@@ -266,18 +260,22 @@ class Calls:
         for rows, (numbers, poisoned) in zip(places, planned, strict=True):
             self.make(rows, poisoned, self._spoiled is not None and bool((numbers == self._spoiled).any()))
 
-    def _in_place(self, name: str, rows: Tensor, guard: int = _GUARD_BYTES) -> Tensor:
-        """Rows of a tensor that the kernel gets, in the memory of an earlier call of as many, between guards of so many
-        bytes."""
-        given, key = self._given[name], (name, len(rows))
-        if key not in self._memory:
-            size = len(rows) * given[0].nbytes
-            memory = torch.full((size + 2 * guard,), GUARD_BYTE, dtype=torch.uint8, device=given.device)
-            before, inner, after = torch.split(memory, [guard, size, guard])
-            self._memory[key] = inner.view(given.dtype).view(len(rows), *given.shape[1:])
-            if guard:
-                self._guards[key] = before, after
-        return torch.index_select(given, 0, rows, out=self._memory[key])
+    def _among_others(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Rows of the tokens, in the memory of an earlier call of as many, between two rows of a token that is not
+        zero."""
+        around = torch.cat((rows[-1:], rows, rows[-1:]))
+        if len(rows) not in self._tokens:
+            self._tokens[len(rows)] = x.new_empty(len(around), *x.shape[1:])
+        return torch.index_select(x, 0, around, out=self._tokens[len(rows)])
+
+    def _in_place(self, rows: Tensor) -> dict[str, Tensor]:
+        """Rows of what else the kernel gets, in the memory of an earlier call of as many, between guards."""
+        others = {name: each for index, (name, each) in enumerate(self._given.items()) if index}
+        if (found := self._memory.get(len(rows))) is None:
+            self._guards.when = f"a call of {len(rows)} tokens"
+            found = self._memory[len(rows)] = self._guards.around({name: each[rows] for name, each in others.items()})
+            return found
+        return {name: torch.index_select(each, 0, rows, out=found[name]) for name, each in others.items()}
 
     def result(self, start: float) -> Comparison:
         """All calls together.
@@ -287,36 +285,34 @@ class Calls:
         """
         excesses = bounds.excesses(self._outputs, self._reference, self._rows).unsqueeze(-1)
         allowed = self._reference.tolerance.expand(excesses.shape)
-        figures, written = self._on_host(torch.cat((excesses, allowed, self._changed_beside(), self._changes()), -1))
+        figures, changed = self._on_host(torch.cat((excesses, allowed, self._changed_beside(), self._changes()), -1))
         worst, tolerance = float(figures[:, 0].amax()), float(figures[0, 1])
         faults = (self._fault(index, each[0], *each[2:]) for index, each in enumerate(figures.tolist()))
-        fault = next(filter(None, faults), written)
+        # What was written elsewhere may be why numbers are wrong.
+        fault = "; ".join(filter(None, (next(filter(None, faults), ""), changed)))
         return Comparison(worst * tolerance, tolerance, time.perf_counter() - start, "", fault)
 
     def _on_host(self, figures: Tensor) -> tuple[Tensor, str]:
-        """Figures on the CPU, and in words into which guards a kernel has written; "" for none. The host waits for the
-        device here, once for all calls."""
-        guards = torch.stack([torch.cat(pair) for pair in self._guards.values()])
-        changed = (guards != GUARD_BYTE).any(-1).to(figures.dtype)
-        together = torch.cat((figures.flatten(), changed)).cpu()
-        written = itertools.compress(self._guards, together[figures.numel() :].tolist())
-        words = (
-            f"a call of {count} tokens: the kernel has written before or after its {name}" for name, count in written
-        )
-        return together[: figures.numel()].view(figures.shape), next(words, "")
+        """Figures on the CPU, and what the kernel has changed of that which all calls share, in words; "" for nothing.
+        The host waits for the device here, once for all calls."""
+        kept = [(_bits(now) != _bits(before)).any() for now, before in self._whole.values()]
+        kept += (_checksums(self._held) != self._sums).unbind()
+        changed = torch.cat((torch.stack(kept), self._guards.changed())) if kept else self._guards.changed()
+        together = torch.cat((figures.flatten(), changed.to(figures.dtype))).cpu()
+        words = [f"the kernel has changed its {name}" for name in (*self._whole, *self._held)] + self._guards.words()
+        found = itertools.compress(words, together[figures.numel() :].tolist())
+        return together[: figures.numel()].view(figures.shape), next(found, "")
 
     def _changed_beside(self) -> Tensor:
-        """Whether each call has changed the rows before and after its tokens, and its output's guards, float32
-        `[calls, 2]`: 1 if so."""
-        untouched = self._reference.expected.new_zeros(2)
+        """Whether each call has changed the rows before and after its tokens, float32 `[calls, 1]`: 1 if so."""
+        untouched = self._reference.expected.new_zeros(1)
         held = [each for each in self._beside if each is not None]
         if not held:
-            return untouched.expand(len(self._rows), 2)
+            return untouched.expand(len(self._rows), 1)
         lasts = [rows[-1:] for rows, each in zip(self._rows, self._beside, strict=True) if each is not None]
-        kept = self._given[next(iter(self._given))][torch.stack(lasts)]
-        tokens = (_bits(torch.stack([rows for rows, _ in held])) != _bits(kept)).flatten(1).any(-1)
-        outputs = torch.stack([changed for _, changed in held])
-        found = iter(torch.stack((tokens, outputs), -1).to(untouched.dtype))
+        kept = next(iter(self._given.values()))[torch.stack(lasts)]
+        changed = (_bits(torch.stack(held)) != _bits(kept)).flatten(1).any(-1, keepdim=True)
+        found = iter(changed.to(untouched.dtype))
         return torch.stack([untouched if each is None else next(found) for each in self._beside])
 
     def _changes(self) -> Tensor:
@@ -329,15 +325,11 @@ class Calls:
                 for name, before in self._given.items()
             ]
             found.append(bounds.largest_of_calls(torch.stack(changed, -1).to(torch.float32), self._rows[some]))
-        whole = [
-            (torch.stack(self._after[name]) != before).any(-1, keepdim=True)
-            for name, (_, before) in self._whole.items()
-        ]
-        return torch.cat((torch.cat(found), *whole), -1)
+        return torch.cat(found)
 
-    def _fault(self, index: int, excess: float, tokens: float, output: float, *changed: float) -> str:
-        """What is wrong with a call, in words; "" when nothing is. The figures are a row of those in `result`: `tokens`
-        and `output` say whether memory beside these was changed."""
+    def _fault(self, index: int, excess: float, beside: float, *changed: float) -> str:
+        """What is wrong with a call, in words; "" when nothing is. The figures are a row of those in `result`: `beside`
+        says whether rows beside the tokens were changed."""
         rows, words = self._rows[index], []
         # NaN is wrong, too.
         if not excess <= 1:
@@ -345,8 +337,8 @@ class Calls:
         names = [name for name, each in zip(self._after, changed, strict=True) if each]
         if names:
             words.append(f"the kernel has changed its {' and '.join(names)}")
-        if beside := [name for name, each in (("tokens", tokens), ("output", output)) if each]:
-            words.append(f"the kernel has written before or after its {' and '.join(beside)}")
+        if beside:
+            words.append("the kernel has written before or after its tokens")
         if self._settings[index]:
             words.append(f"the kernel has changed the process's {' and '.join(self._settings[index])}")
         spoiled = ", one of them of NaN and infinities" if index in self._with_spoiled else ""
@@ -356,6 +348,18 @@ class Calls:
 def _bits(values: Tensor) -> Tensor:
     """A tensor's bits as integers, in which NaN equals itself."""
     return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+
+
+def _checksums(tensors: Tensors) -> Tensor:
+    """The sum of each tensor's words, int64 `[tensors]` on their device."""
+    sums = [_words(each).sum(dtype=torch.int64) for each in tensors.values()]
+    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64)
+
+
+def _words(values: Tensor) -> Tensor:
+    """A tensor's bits as integers, of 64 bits where it has whole ones: a CPU adds them eight times as fast."""
+    whole = values.is_contiguous() and values.nbytes % 8 == 0 and values.data_ptr() % 8 == 0
+    return values.flatten().view(torch.int64) if whole else _bits(values)
 
 
 def _plan_calls(
