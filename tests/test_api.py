@@ -86,6 +86,8 @@ def test_explaining_takes_what_the_command_takes(tmp_path: Path) -> None:
         return api.explain_checkpoint(str(tmp_path), "nvidia-h200", settings=settings, **options)[0]
 
     assert explained(ep=True, tp=2, eplb=True).problem.eplb
+    with pytest.raises(api.NoBackendError, match="checkpoints in bfloat16, and the model's dtype is float16"):
+        explained(dtype="half")
     assert explained(batch_invariant=True).problem.batch_invariant
     assert explained().problem.scheme.activations == "16bit"
     assert explained(moe_backend="marlin").backend == "marlin_mxfp8"
@@ -103,6 +105,7 @@ def test_explaining_takes_what_the_command_takes(tmp_path: Path) -> None:
     for options, said in (
         ({"eplb": True}, "eplb: this needs expert parallelism"),
         ({"expert_placement_strategy": "robin"}, "'robin' is not one of linear, round_robin"),
+        ({"dtype": "fp16"}, "'fp16' is not a dtype. Valid are auto, half"),
         ({"moe_backend": "marlni"}, "'marlni' is not a backend. Did you mean marlin?"),
     ):
         with pytest.raises(api.OracleError, match=re.escape(said)):

@@ -120,6 +120,7 @@ def explain_checkpoint(
     quantization: str = "",
     moe_backend: str = "auto",
     draft_moe_backend: str = "",
+    dtype: str = "auto",
     lora: bool = False,
     lora_target_modules: Sequence[str] = (),
     eplb: bool = False,
@@ -142,6 +143,7 @@ def explain_checkpoint(
         moe_backend: vLLM's ``--moe-backend``.
         draft_moe_backend: ``moe_backend`` of vLLM's ``--speculative-config``, for layers of multi-token prediction
             modules; "" for `moe_backend`.
+        dtype: vLLM's ``--dtype``.
         lora: LoRA adapters may be applied (``--enable-lora``).
         lora_target_modules: the modules that have adapters (``--lora-target-modules``); none for all.
         eplb: experts may move between ranks (``--enable-eplb``).
@@ -154,8 +156,8 @@ def explain_checkpoint(
     Raises:
         CheckpointError: the checkpoint cannot be read, or its layers cannot be sharded.
         NoBackendError: no backend can run a layer, and `failures` is None.
-        SettingError: a setting or a number of ranks is invalid, or a name of a device, a backend or an all-to-all is
-            unknown.
+        SettingError: a setting or a number of ranks is invalid, or a name of a device, a backend, a dtype or an
+            all-to-all is unknown.
     """
     from . import settings as settings_module
     from .checkpoint.files import read_checkpoint
@@ -170,6 +172,7 @@ def explain_checkpoint(
         Ranks(tp, dp, ep, all2all_backend or DEFAULT_ALL2ALL),
         moe_backend=moe_backend,
         draft_moe_backend=draft_moe_backend,
+        dtype=dtype,
         batch_invariant=batch_invariant,
         lora=lora,
         lora_target_modules=lora_target_modules,

@@ -20,7 +20,7 @@ import pytest
 
 from tests.lib import distributions, forked
 from tests.lib.cli import CONFIGS, Run, Write
-from tests.lib.configs import MODELOPT, compressed, group, quantized
+from tests.lib.configs import CT_INPUTS, CT_MXFP8, MODELOPT, compressed, group, quantized
 from tests.lib.fresh_process import TOOL, environment, python
 from tests.lib.samples import measured_card
 from tests.lib.tiers import sampled
@@ -787,7 +787,8 @@ def test_a_layer_that_only_stock_takes_on_a_gpu_is_called_stocks(run: Run, write
 
 
 def test_what_neither_runs_on_a_gpu_is_an_error_that_offers_the_emulation(run: Run, write: Write) -> None:
-    result = run("explain", write(dtype="float16"), "--device", "nvidia-a100")
+    quantization = compressed(group(CT_MXFP8, CT_INPUTS))
+    result = run("explain", write(dtype="float16", quantization_config=quantization), "--device", "nvidia-a100")
     said = result.text
     assert (
         result.status == 3 and "marlin_mxfp8: --dtype bfloat16. emulation runs it slowly: MOE_ORACLE_BACKEND=" in said

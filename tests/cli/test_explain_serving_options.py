@@ -353,6 +353,7 @@ def measured_by(command: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> set[
         ("qwen3-30b-a3b", {"quantization_config": None}, ("--quantization", "MXFP8", "--tp", 4)),
         ("qwen3-30b-a3b", {"quantization_config": None}, ("--quantization", "mxfp4", "--set", "activations=16bit")),
         ("gpt-oss-20b", {"quantization_config": {"quant_method": "mxfp4"}}, ("--tp", 4)),
+        ("qwen3-30b-a3b", {"quantization_config": compressed(group(INT4), format=PACKED)}, ("--dtype", "half")),
         ("deepseek-v3", {"num_nextn_predict_layers": 1}, ("--tp", 2, "--dp", 4, "--ep", "--eplb")),
     ],
 )

@@ -104,7 +104,8 @@ def test_tune_refuses_numbers_of_tokens_that_decide_nothing(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--shapes", "--tp", "2"), "--tp: the layers of --shapes have numbers of ranks and formats of their own"),
+        (("--shapes", "--tp", "2"), "--tp: the layers of --shapes have numbers of ranks, formats and dtypes of"),
+        (("--shapes", "--dtype", "half"), "--dtype: the layers of --shapes"),
         (("--shapes", "--ep"), "--ep: the layers of --shapes"),
         (("--shapes", "--dp", "2"), "--dp: the layers of --shapes"),
         (("--shapes", "--quantization", "mxfp8"), "--quantization: the layers of --shapes"),
@@ -315,9 +316,11 @@ def test_layers_are_named_as_they_are_served(run: Run, command: str, monkeypatch
 
     resolve = layer_arguments.resolve_problems
     monkeypatch.setattr(layer_arguments, "resolve_problems", seen)
-    served = ("--tp", 2, "--dp", 4, "--ep", "--quantization", "mxfp8", "--batch-invariant")
+    served = ("--tp", 2, "--dp", 4, "--ep", "--quantization", "mxfp8", "--dtype", "half", "--batch-invariant")
     run(command, CONFIGS / "qwen3-30b-a3b.json", *served)  # ends where it asks for a GPU, or has measured
     assert (found[0].scheme.name, found[0].local_experts, found[0].parallel.dp) == ("mxfp8", 16, 4)
+    run(command, "mxfp4:gpt-oss-20b", "--dtype", "half")
+    assert {found[0].dtype, found[-1].dtype} == {"float16"} and found[-1].scheme.name == "mxfp4"
     assert layer_arguments.apply_settings(found[0], load({})).batch_invariant
     result = run(command, "mxfp8:gpt-oss-20b", "--dp", 2)
     assert result.status == 2 and "--dp: 'mxfp8:gpt-oss-20b' names a layer by the ranks that shard it" in result.err

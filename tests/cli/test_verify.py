@@ -69,6 +69,16 @@ def test_a_checkpoint_that_is_right(run: cli.Run, model: Path) -> None:
         assert 0 < layer["error"] <= layer["worst"] < layer["allowed"]
 
 
+def test_the_dtype_is_the_servers(run: cli.Run, model: Path) -> None:
+    """In float32 nothing rounds to 16 bits, by 2**-9 of a number or more."""
+    config = json.dumps({"moe_oracle": {"backend": "emulation"}})
+    for dtype, rounds in (("bfloat16", True), ("float", False)):
+        found = run("verify", model, "--dtype", dtype, "--additional-config", config, "--json")
+        assert found.status == 0, found.err
+        for layer in found.json["layers"]:
+            assert layer["backend"] == "emulation" and (layer["error"] > 2**-12) == rounds
+
+
 FORMATS: dict[str, Callable[[Path, Path], Path]] = {
     "mxfp4": lambda plain, to: write_checkpoint(to, format="mxfp4", size=Size(layers=1, experts=4)),
     "mxfp8, compressed-tensors": lambda plain, to: write_checkpoint(

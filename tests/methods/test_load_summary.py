@@ -309,6 +309,10 @@ def test_a_static_choice_ends_with_the_command_that_measures_it(
         assert "\x1b" not in line and "\n" not in line
         return
     assert line.endswith(f"; to measure: vllm-moe-oracle tune {options} --batch-invariant --set ragged_shards=1")
+    half = dataclasses.replace(layer, dtype="float16")
+    load_summary.record_decision(dataclasses.replace(decided, problem=half), settings)
+    (*_, line) = (each for each in words(caplog) if ": fast (" in each)
+    assert f"tune {options} --dtype float16 --batch-invariant" in line
 
 
 def test_no_command_without_a_model_and_where_measuring_changes_nothing(

@@ -80,7 +80,6 @@ _TOPK_METHODS = ("noaux_tc", "greedy", "group_limited_greedy")
 """Values of ``topk_method`` in DeepSeek's configs. vLLM's code compares with the first alone."""
 _CORRECTION_BIAS_FIELDS = ("use_routing_bias", "moe_router_enable_expert_bias", "use_expert_bias")
 _SCALING_FIELDS = ("routed_scaling_factor", "router_scaling_factor", "moe_router_scaling_factor", "route_scale")
-_DTYPES = frozenset({"bfloat16", "float16", "float32"})
 
 
 def layer_problem(
@@ -89,6 +88,7 @@ def layer_problem(
     name: str,
     scheme: Scheme,
     ranks: Ranks,
+    dtype: str,
     ragged_shards: bool,
     vllm: str | None = None,
 ) -> Problem:
@@ -100,6 +100,7 @@ def layer_problem(
         name: the layer's.
         scheme: what its experts are stored as.
         ranks: vLLM's options of parallelism.
+        dtype: the model's, from `dtypes.served_dtype`.
         ragged_shards: the setting `ragged_shards`.
         vllm: the release of vLLM; None for the newest.
 
@@ -140,7 +141,7 @@ def layer_problem(
             unpadded_intermediate_size=width if padded else 0,
             activation=_activation(config, index),
             has_bias=model_type(config) == "gpt_oss" or config.expert_biases,
-            dtype=model_dtype(config)[0],
+            dtype=dtype,
             routing=_routing(config, index, experts, top_k),
             parallel=parallel,
             even_expert_split=model_type(config) == EVEN_SPLIT_MODEL_TYPE,
@@ -440,16 +441,3 @@ def topk_method_note(config: CheckpointFiles) -> str:
         return ""
     said = f"topk_method is {shortened(ascii(word), 60)}, which is none of {', '.join(_TOPK_METHODS)}"
     return f"{said}: vLLM takes it for a router without a correction bias"
-
-
-def model_dtype(config: CheckpointFiles) -> tuple[str, str]:
-    """The dtype that vLLM serves the model in by default, and a note where that is not the checkpoint's."""
-    parts = (config.full_config, config.model_config)
-    found = next((part[name] for part in parts for name in ("dtype", "torch_dtype") if part.get(name)), None)
-    word = str(found).removeprefix("torch.")
-    if found is None or word == "float32":
-        said = "names no dtype" if found is None else "says float32"
-        return "bfloat16", f"the config {said}: taken as bfloat16, as vLLM does on its own"
-    if word not in _DTYPES:
-        raise CheckpointError(f"unknown dtype {short_repr(found)}", where=str(config.path))
-    return word, ""

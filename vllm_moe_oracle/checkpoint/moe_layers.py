@@ -24,7 +24,9 @@ from ..quantization.types import FormatLookup, LayerNames, UnsupportedFormat, de
 from ..releases import min_versions
 from ..releases.all2all import effective_all2all
 from ..releases.removed_models import last_release_with
+from ..settings import AUTO
 from ..untrusted import boundary
+from .dtypes import served_dtype
 from .expert_counts import CountedLayer, check_expert_counts
 from .files import CheckpointFiles
 from .layer_names import (
@@ -40,7 +42,6 @@ from .layer_problem import (
     check_attention_heads,
     groups_note,
     layer_problem,
-    model_dtype,
     null_activation_note,
     topk_method_note,
 )
@@ -98,6 +99,8 @@ def find_moe_layers(
     ragged_shards: bool = False,
     online: str = "",
     vllm: str | None = None,
+    dtype: str = AUTO,
+    capability: int = 0,
 ) -> MoeLayers:
     """The MoE layers of a checkpoint as one rank sees them.
 
@@ -109,6 +112,8 @@ def find_moe_layers(
         online: vLLM's ``--quantization``: for a checkpoint in 16 bits a key of `ONLINE_SCHEMES`; "" for none.
         vllm: the release of vLLM, which decides what names in a compressed-tensors config mean, and which experts are
             padded with zeros; None for the newest.
+        dtype: the model's, from `dtypes.read_dtype_option`; "auto" for the one that vLLM takes by itself.
+        capability: CUDA compute capability of the device, on which that depends; 0 for other devices.
 
     Raises:
         LeftToStockError: no MoE layers, or their sizes are not read and nothing of this package would run them.
@@ -120,11 +125,16 @@ def find_moe_layers(
     ranks.check()
     # Fields that are not checked one by one may have any type.
     with boundary(CheckpointError, "is not the config of a model", where=str(config.path)):
-        return _find_moe_layers(config, ranks, ragged_shards, online, vllm)
+        return _find_moe_layers(config, ranks, ragged_shards, online, vllm, served_dtype(config, dtype, capability))
 
 
 def _find_moe_layers(
-    config: CheckpointFiles, ranks: Ranks, ragged_shards: bool, online: str, vllm: str | None
+    config: CheckpointFiles,
+    ranks: Ranks,
+    ragged_shards: bool,
+    online: str,
+    vllm: str | None,
+    dtype: tuple[str, str],
 ) -> MoeLayers:
     _check_readable(config, online, vllm)
     names = moe_layer_names(config, vllm)
@@ -148,7 +158,7 @@ def _find_moe_layers(
         else:
             found = mtp_problems if place in mtp_names else problems
             index, kind = place
-            found.append(layer_problem(kinds[kind], index, name, layer_format, ranks, ragged_shards, vllm))
+            found.append(layer_problem(kinds[kind], index, name, layer_format, ranks, dtype[0], ragged_shards, vllm))
     if not problems and not mtp_problems:
         check_attention_heads(config, ranks)
     if ranks.total > MAX_RANKS:  # where the layers themselves do not say how many can share them
@@ -160,7 +170,7 @@ def _find_moe_layers(
     quantized = {problem.layer for problem in (*problems, *mtp_problems)}
     said, packed = ([unread], False) if unread else _notes_on_files(config, compared, quantized, drafts)
     said += miscounted
-    notes = (*_notes(config, unquantized, foreign, drafts, online, packed), *said)
+    notes = (*_notes(config, unquantized, foreign, drafts, online, packed, dtype[1]), *said)
     if model_type(config) == EVEN_SPLIT_MODEL_TYPE and any(problem.scheme.name == "wna16" for problem in problems):
         rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "
         notes += (f"{rule}weight_packed): loading fails: the weights are reported as missing",)
@@ -350,9 +360,10 @@ def _notes(
     drafts: Container[str],
     online: str,
     packed: bool,
+    on_dtype: str,
 ) -> Iterable[str]:
     """Notes on the config; `packed`: the files of layers that it leaves out hold quantized experts; `drafts`: names of
-    layers for multi-token prediction."""
+    layers for multi-token prediction; `on_dtype`: see `served_dtype`."""
     yield from config.notes
     left = "which are left to stock vLLM, unaffected by this plugin"
     if unquantized:
@@ -370,7 +381,7 @@ def _notes(
     if config.quantization is not None:
         yield from config_notes(*config.quantization)
     routing = topk_method_note(config), groups_note(config, count_experts(config, 0))
-    yield from filter(None, (model_dtype(config)[1], null_activation_note(config), *routing))
+    yield from filter(None, (on_dtype, null_activation_note(config), *routing))
     mtp_count = next((config.model_config[name] for name in MTP_COUNT_FIELDS if config.model_config.get(name)), 0)
     if isinstance(mtp_count, int) and mtp_count > 0 and model_type(config) not in MTP_MODELS:
         yield f"layers of the {mtp_count} multi-token-prediction module(s) are not listed"

@@ -19,6 +19,7 @@ from ..oracle.stock_kernels import is_loadable, stock_candidate
 from ..releases.all2all import effective_all2all, why_vllm_refuses
 from ..releases.supported import check_platform
 from ..settings import AUTO, Settings
+from .dtypes import dtype_refusal, read_dtype_option
 from .files import CheckpointFiles
 from .moe_layers import MoeLayers, find_moe_layers
 from .ranks import Ranks
@@ -38,6 +39,7 @@ class Server:
         ranks: vLLM's options of parallelism.
         moe_backend: vLLM's ``--moe-backend``.
         draft_moe_backend: the ``moe_backend`` of vLLM's ``--speculative-config``, for multi-token prediction modules.
+        dtype: the model's; "auto" for the one that vLLM takes by itself.
         batch_invariant: as vLLM's ``VLLM_BATCH_INVARIANT``.
         lora: LoRA adapters may be applied.
         lora_target_modules: the modules that adapters are for; none for all.
@@ -50,6 +52,7 @@ class Server:
     ranks: Ranks
     moe_backend: str
     draft_moe_backend: str
+    dtype: str
     batch_invariant: bool
     lora: bool
     lora_target_modules: tuple[str, ...]
@@ -65,6 +68,7 @@ class Server:
         *,
         moe_backend: str = AUTO,
         draft_moe_backend: str = "",
+        dtype: str = AUTO,
         batch_invariant: bool = False,
         lora: bool = False,
         lora_target_modules: Sequence[str] = (),
@@ -79,6 +83,7 @@ class Server:
             ranks: `Ranks.all2all` in the spelling of the command line; a release may make another one of it.
             moe_backend: in the spelling of the command line.
             draft_moe_backend: the same; "" for that of the model, as in vLLM.
+            dtype: vLLM's ``--dtype``.
             batch_invariant: see the class.
             lora: see the class.
             lora_target_modules: see the class.
@@ -86,15 +91,16 @@ class Server:
             expert_placement_strategy: as vLLM's option.
 
         Raises:
-            SettingError: a number of ranks below one, options that contradict each other, or a name of an all-to-all
-                that is unknown.
+            SettingError: a number of ranks below one, options that contradict each other, or a name of an all-to-all or
+                a dtype that is unknown.
         """
         ranks.check()
         round_robin = is_round_robin(expert_placement_strategy, eplb, ranks.spreads_experts)
         model, draft = (each.lower().replace("-", "_") for each in (moe_backend, draft_moe_backend))  # as vLLM does
         exchange = effective_all2all(ranks.all2all, device.packages.get("vllm"))
         ranks, modules = dataclasses.replace(ranks, all2all=exchange), tuple(lora_target_modules)
-        return cls(device, settings, ranks, model, draft or model, batch_invariant, lora, modules, eplb, round_robin)
+        named = (model, draft or model, read_dtype_option(dtype))
+        return cls(device, settings, ranks, *named, batch_invariant, lora, modules, eplb, round_robin)
 
     def find_layers(self, read: CheckpointFiles, quantization: str = "") -> MoeLayers:
         """The layers of a checkpoint on one rank.
@@ -114,6 +120,8 @@ class Server:
                 ragged_shards=self.settings.ragged_shards,
                 online=quantization.lower(),
                 vllm=self.device.packages.get("vllm"),
+                dtype=self.dtype,
+                capability=self.device.capability,
             )
         except LeftToStockError:
             self._check_names(())
@@ -127,16 +135,20 @@ class Server:
         check_backend_names(self.settings, self.draft_moe_backend, option="--draft-moe-backend", schemes=schemes)
 
     def refusal(self, layers: MoeLayers) -> str:
-        """Why vLLM would not start with the model and the options of parallelism; "" if it would. No experts exchange
-        no tokens."""
+        """Why vLLM would not start with the model, its dtype and the options of parallelism; "" if it would. No experts
+        exchange no tokens."""
         if not (layers.problems or layers.mtp_problems or layers.unquantized or layers.unsupported_formats):
             return ""
         ranks = self.ranks
         refused = why_vllm_refuses(
             ranks.all2all, self.device.kind, ranks.exchanges_tokens, ranks.dp, quantized=bool(layers.method)
         )
+        problems = (*layers.problems, *layers.mtp_problems)
+        if not refused:
+            errors = (dtype_refusal(each, layers.method, self.device) for each in problems)
+            refused = next((error.rule for error in errors if error is not None), "")
         if self.eplb and not refused:
-            counts = sorted({problem.num_experts for problem in (*layers.problems, *layers.mtp_problems)}) or [0]
+            counts = sorted({problem.num_experts for problem in problems}) or [0]
             reasons = (why_eplb_is_refused(count, ranks.total, self.device.kind) for count in counts)
             refused = next(filter(None, reasons), "")
         return refused
@@ -232,7 +244,11 @@ def decide_layers(server: Server, layers: MoeLayers) -> list[ServedLayer]:
             if case not in known:
                 if kind not in evidence:
                     evidence[kind] = find_measurements(problem, server.device, settings)
-                known[case] = _outcome(server, problem, backend, evidence[kind])
+                outcome = _outcome(server, problem, backend, evidence[kind])
+                if error := dtype_refusal(problem, layers.method, server.device):
+                    words = _words(error, outcome.candidates, problem)
+                    outcome = Outcome(None, outcome.candidates, error, words)
+                known[case] = outcome
             found.append(ServedLayer(problem, known[case], is_mtp))
     return found
 

@@ -9,10 +9,13 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from ..checkpoint.dtypes import DTYPE_OPTIONS
 from ..core.decimals import WHAT_IS_READ, parse_decimal
 from ..errors import MeasurementError, SettingError
 from ..measurements import profile
+from ..quantization.fields import short_repr
 from ..settings import Settings, load
+from ..untrusted import parse_json
 from . import completion
 
 ModelNames = Annotated[
@@ -125,6 +128,14 @@ Quantization = Annotated[
         completion.quantizations,
     ),
 ]
+Dtype = Annotated[
+    str,
+    name_option(
+        "As vLLM's --dtype; auto is the checkpoint's, or bfloat16 where that is float32.",
+        lambda: DTYPE_OPTIONS,
+        "DTYPE",
+    ),
+]
 CompileJobs = Annotated[int, count_option("Processes that compile kernels before the measurements; 0 for none.")]
 Replays = Annotated[int, count_option("Timed replays of each backend and number of tokens, at most.")]
 Gpus = Annotated[str, name_option("Measure on several GPUs: all, or numbers like 0,1.", lambda: ["all"], "all|N,...")]
@@ -137,27 +148,41 @@ Assignments = Annotated[
         autocompletion=completion.assignments,
     ),
 ]
+AdditionalConfig = Annotated[
+    str,
+    typer.Option(
+        help='As vLLM\'s --additional-config, e.g. {"moe_oracle": {"backend": "emulation"}}; --set goes before it.',
+        metavar="JSON",
+        callback=_refuse_empty,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def command_settings(words: list[str] | None, ignore_bad_profile: bool = False, backend: str | None = None) -> Settings:
-    """The settings of a command: the environment's, and over them those after ``--set`` and ``--backend``.
+def command_settings(
+    words: list[str] | None, additional_config: str = "", ignore_bad_profile: bool = False, backend: str | None = None
+) -> Settings:
+    """The settings of a command: the environment's, over them those of ``--additional-config``, and over these those
+    after ``--set`` and ``--backend``.
 
     Args:
         words: see `parse_assignments`; None for none.
+        additional_config: the value of that option; "" without it.
         ignore_bad_profile: accept a profile that cannot be read, as a server does, unless ``--set`` names it.
         backend: the value of ``--backend``, in commands where that stands for the setting; None without it.
 
     Raises:
-        SettingError: as by `settings.load` and `parse_assignments`, the profile cannot be read, or ``--backend`` is
-            given beside ``--set backend``.
+        SettingError: as by `settings.load` and `parse_assignments`, the profile cannot be read, ``--backend`` is given
+            beside ``--set backend``, or ``--additional-config`` is not a JSON object.
     """
     assignments, options = parse_assignments(words or []), {}
     if backend is not None:
         if "backend" in assignments:
             raise SettingError("--set backend is given, too", "Leave one of them out", "--backend")
         assignments["backend"], options["backend"] = backend, "--backend"
-    chosen = load(assignments=assignments, options=options, prefix="--set ")
+    chosen = load(
+        additional_config=_read_object(additional_config), assignments=assignments, options=options, prefix="--set "
+    )
     source = chosen.source("profile")
     if chosen.profile and (source.startswith("--set") or not ignore_bad_profile):
         try:
@@ -167,6 +192,16 @@ def command_settings(words: list[str] | None, ignore_bad_profile: bool = False, 
             remedy = error.remedy or "Name a file that tune --export has written, or leave the setting out"
             raise SettingError(rule, remedy, source) from error
     return chosen
+
+
+def _read_object(text: str) -> dict[str, Any]:
+    """The value of ``--additional-config``; empty for no text."""
+    where = "--additional-config"
+    found = parse_json(text.encode(errors="surrogateescape"), SettingError, where) if text else {}
+    if not isinstance(found, dict):
+        remedy = 'Write {"moe_oracle": {"backend": "emulation"}}'
+        raise SettingError(f"{short_repr(found)} is not a JSON object", remedy, where)
+    return found
 
 
 def parse_assignments(words: list[str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from .. import settings
+from ..checkpoint.dtypes import read_dtype_option
 from ..checkpoint.files import read_checkpoint
 from ..checkpoint.moe_layers import find_moe_layers
 from ..checkpoint.ranks import Ranks
@@ -21,12 +22,12 @@ from ..devices import catalog, detect
 from ..devices.detect import installed_packages
 from ..errors import MeasurementError, did_you_mean, sanitize
 from ..measurements import model_shapes
-from ..settings import Settings, batch_invariant
+from ..settings import AUTO, Settings, batch_invariant
 from .output import write_error_text
 
 
 def resolve_problems(
-    models: Sequence[str], ranks: Ranks, quantization: str = "", ragged_shards: bool = False
+    models: Sequence[str], ranks: Ranks, quantization: str = "", dtype: str = AUTO, ragged_shards: bool = False
 ) -> list[Problem]:
     """The layers that arguments name: by a checkpoint's folder or config.json, ``SCHEME:SHAPE[@tpN]``, or a shape's
     name in all formats in which it is served.
@@ -35,12 +36,14 @@ def resolve_problems(
         models: the arguments.
         ranks: vLLM's options of parallelism.
         quantization: vLLM's ``--quantization``, for checkpoints; "" for none.
+        dtype: vLLM's ``--dtype``; named layers are in bfloat16 without it.
         ragged_shards: the setting of that name.
 
     Raises:
         OracleError: an argument is unknown, or an option is not for it.
     """
     ranks.check()
+    asked, capability = read_dtype_option(dtype), detect.detect().capability
     tp, dp, ep = ranks.tp, ranks.dp, ranks.ep
     found: list[Problem] = []
     for word in models:
@@ -57,6 +60,8 @@ def resolve_problems(
                 ragged_shards=ragged_shards,
                 online=quantization.lower(),
                 vllm=installed_packages().get("vllm"),
+                dtype=asked,
+                capability=capability,
             )
             if not layers.problems:
                 rule = f"there is nothing to measure: {'; '.join(layers.notes)}"
@@ -75,11 +80,12 @@ def resolve_problems(
         if ":" in word:
             if "@" in word and tp != 1 and not word.endswith(f"@tp{tp}"):
                 raise MeasurementError(f"{word!r} names other ranks than {tp}", "Leave one of them out", "--tp")
-            found.append(model_shapes.parse(word if "@" in word or tp == 1 else f"{word}@tp{tp}"))
+            named = [model_shapes.parse(word if "@" in word or tp == 1 else f"{word}@tp{tp}")]
         elif word in model_shapes.names():
-            found += _served_formats(word, tp)
+            named = _served_formats(word, tp)
         else:
             raise _unknown_name(word)
+        found += named if asked == AUTO else [dataclasses.replace(each, dtype=asked) for each in named]
     if not found:
         raise MeasurementError("there are no layers to measure")
     return found

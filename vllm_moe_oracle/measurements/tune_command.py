@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from ..settings import FIELDS, Settings
+from ..settings import AUTO, FIELDS, Settings
 
 _SETTINGS = ("activations", "allow_activation_quantization", "ragged_shards", "cache")
 """Settings that change which layers and backends `tune` measures, and where it keeps what it finds."""
@@ -18,6 +18,7 @@ def tune_command(
     dp: int = 1,
     ep: bool = False,
     quantization: str = "",
+    dtype: str = AUTO,
     batch_invariant: bool | None = None,
 ) -> str:
     """The command line of `tune` for a checkpoint, quoted for a shell.
@@ -29,11 +30,12 @@ def tune_command(
         dp: data-parallel ranks.
         ep: the ranks hold different experts.
         quantization: vLLM's ``--quantization``; "" for none.
+        dtype: vLLM's ``--dtype``.
         batch_invariant: as vLLM's ``VLLM_BATCH_INVARIANT``; None leaves it to the environment of the shell.
     """
     words = ["vllm-moe-oracle", "tune", f"./{model}" if model.startswith("-") else model]
     words += ["--tp", str(tp)] * (tp != 1) + ["--dp", str(dp)] * (dp != 1) + ["--ep"] * ep
-    words += ["--quantization", quantization] * bool(quantization)
+    words += ["--quantization", quantization] * bool(quantization) + ["--dtype", dtype] * (dtype != AUTO)
     if batch_invariant is not None:
         words.append("--batch-invariant" if batch_invariant else "--no-batch-invariant")
     for name in _SETTINGS:

@@ -152,7 +152,12 @@ class Verification:
     """
 
     def __init__(
-        self, config: CheckpointFiles, device: Device, settings: Settings, registry: Registry | None = None
+        self,
+        config: CheckpointFiles,
+        device: Device,
+        settings: Settings,
+        registry: Registry | None = None,
+        dtype: str = AUTO,
     ) -> None:
         """Reads the config and the headers of all tensors, and decides every layer. No weight is read.
 
@@ -161,6 +166,7 @@ class Verification:
             device: this machine.
             settings: the user's.
             registry: the backends; None for the default registry.
+            dtype: the model's, from `read_dtype_option`; "auto" for the one that vLLM takes by itself.
 
         Raises:
             DamagedCheckpointError: a tensor is missing, misshapen or of the wrong dtype, or a file is damaged.
@@ -175,7 +181,7 @@ class Verification:
         self.device, self.settings = device, settings
         self.registry = registry or default_registry()
         release = device.packages.get("vllm")
-        self.layers: MoeLayers = find_moe_layers(config, vllm=release)
+        self.layers: MoeLayers = find_moe_layers(config, vllm=release, dtype=dtype, capability=device.capability)
         self.gemma_norms = has_gemma_norms(_architectures(config))
         names = {each.modules[0]: each for each in self._names(config, release)}
         problems = [with_activations(each, settings) for each in (*self.layers.problems, *self.layers.mtp_problems)]

@@ -28,7 +28,7 @@ from ..core.overrides import unused_override_errors
 from ..devices import detect
 from ..errors import NoBackendError, sanitize
 from ..measurements.tune_command import tune_command
-from ..settings import Settings, report_path
+from ..settings import AUTO, Settings, report_path
 from ..untrusted import describe
 from . import backend_check, first_start
 from .load_caches import end_load, per_load
@@ -117,6 +117,7 @@ def _tune_command(decision: Decision, settings: Settings) -> str:
         dp=ranks // tp,
         ep=problem.parallel.ep > 1,
         quantization=quantization,
+        dtype=AUTO if problem.dtype == "bfloat16" else problem.dtype,
         batch_invariant=problem.batch_invariant or None,
     )
 

@@ -22,14 +22,16 @@ from ...measurements.environment import Environment
 from ...measurements.kernel_shape import KernelShape
 from ...oracle.registry import default_registry
 from ...report import page_data, plots
-from ...settings import Settings, set_batch_invariant
+from ...settings import AUTO, Settings, set_batch_invariant
 from ...whole_files import append_whole, replacing
 from .. import EXIT_INCOMPLETE, completion, layer_arguments, output
 from ..arguments import (
+    AdditionalConfig,
     Assignments,
     BatchInvariant,
     CompileJobs,
     DataParallel,
+    Dtype,
     ExpertParallel,
     Gpus,
     ModelNames,
@@ -116,6 +118,7 @@ def command(
     dp: DataParallel = 1,
     ep: ExpertParallel = False,
     quantization: Quantization = "",
+    dtype: Dtype = AUTO,
     batch_invariant: BatchInvariant = None,
     tokens: Annotated[str, counts_option("Numbers of tokens.")] = "1,2,4,8,16,32,64,128,256,512",
     routing: Annotated[str, name_option("uniform or skewed.", lambda: ["uniform", "skewed"], "KIND")] = "uniform",
@@ -134,13 +137,14 @@ def command(
     budget: Annotated[float | None, seconds_option("Start no further layer after this many seconds.")] = None,
     jsonl: Annotated[Path | None, output_option("Append records to this file, one JSON object a line.")] = None,
     plot: _Plot = None,
+    additional_config: AdditionalConfig = "",
     assignments: Assignments = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records, one JSON object a line.")] = False,
 ) -> None:
     """What `HELP` says."""
-    chosen = command_settings(assignments)
+    chosen = command_settings(assignments, additional_config)
     set_batch_invariant(batch_invariant)
-    problems = _kernel_shapes(models, scheme, shape, Ranks(tp, dp, ep), quantization, chosen)
+    problems = _kernel_shapes(models, scheme, shape, Ranks(tp, dp, ep), quantization, dtype, chosen)
     options = _bench_options(tokens, routing, replays, stock, backend, jobs, budget)
     if plot is not None:
         _check_plot_path(plot)
@@ -203,7 +207,13 @@ def _measure(
 
 
 def _kernel_shapes(
-    models: list[str] | None, scheme: str | None, shape: str, ranks: Ranks, quantization: str, settings: Settings
+    models: list[str] | None,
+    scheme: str | None,
+    shape: str,
+    ranks: Ranks,
+    quantization: str,
+    dtype: str,
+    settings: Settings,
 ) -> dict[KernelShape, Problem]:
     """One layer of each kernel shape that the arguments name.
 
@@ -220,7 +230,7 @@ def _kernel_shapes(
     if not words:
         rule, remedy = "nothing is named to be timed", "Name a model, such as mxfp8:qwen3-30b-a3b, or give --shape"
         raise MeasurementError(rule, remedy)
-    problems = layer_arguments.resolve_problems(words, ranks, quantization, settings.ragged_shards)
+    problems = layer_arguments.resolve_problems(words, ranks, quantization, dtype, settings.ragged_shards)
     found = tuning.group_by_kernel_shape(layer_arguments.apply_settings(each, settings) for each in problems)
     # Layers of several models may have one name; records are shown by it.
     names = Counter(each.layer for each in found.values())

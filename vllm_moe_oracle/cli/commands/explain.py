@@ -34,10 +34,12 @@ from ...settings import AUTO, Settings, env_var, excluded_by_vllm
 from ...settings import batch_invariant as batch_invariant_variable
 from .. import EXIT_NO_BACKEND, completion, explanation, output
 from ..arguments import (
+    AdditionalConfig,
     AsJson,
     Assignments,
     BatchInvariant,
     DataParallel,
+    Dtype,
     ExpertParallel,
     Quantization,
     TensorParallel,
@@ -155,6 +157,8 @@ def command(
     moe_backend: Annotated[str, name_option("As vLLM's --moe-backend.", completion.vllm_backends)] = AUTO,
     draft_moe_backend: _DraftBackend = "",
     quantization: Quantization = "",
+    dtype: Dtype = AUTO,
+    additional_config: AdditionalConfig = "",
     assignments: Assignments = None,
     brief: _Brief = False,
     verbose: _Verbose = False,
@@ -163,7 +167,7 @@ def command(
     """What `HELP` says."""
     ranks = Ranks(tp, dp, ep, all2all_backend or DEFAULT_ALL2ALL)
     _check_options(path, ranks, eplb, expert_placement_strategy)
-    chosen = command_settings(assignments, ignore_bad_profile=True, backend=backend)
+    chosen = command_settings(assignments, additional_config, ignore_bad_profile=True, backend=backend)
     machine = _with_vllm(_resolve_device(device), vllm)
     invariant = batch_invariant_variable() if batch_invariant is None else batch_invariant
     server = Server.make(
@@ -172,6 +176,7 @@ def command(
         ranks,
         moe_backend=moe_backend,
         draft_moe_backend=draft_moe_backend,
+        dtype=dtype,
         batch_invariant=invariant,
         lora=lora,
         lora_target_modules=lora_target_modules or (),
@@ -181,7 +186,8 @@ def command(
     layers = _find_layers(path, quantization, server)
     notes = [*_device_notes(device, machine), *_check_overrides(chosen, layers)]
     asked = batch_invariant if batch_invariant is not None else invariant or None
-    measure = tune_command(path, chosen, tp=tp, dp=dp, ep=ep, quantization=quantization, batch_invariant=asked)
+    options = {"quantization": quantization, "dtype": dtype}
+    measure = tune_command(path, chosen, tp=tp, dp=dp, ep=ep, batch_invariant=asked, **options)
     groups = _group(server, layers, measure)
     notes += _notes(server, layers, groups, all2all_backend)
     unread = [*filter(None, [cache_error(chosen)])]

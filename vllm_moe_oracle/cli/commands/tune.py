@@ -18,14 +18,16 @@ from ...measurements.environment import Environment
 from ...measurements.kernel_shape import KernelShape, RoutingKind, Sample, kernel_shape_of
 from ...measurements.store import Store
 from ...oracle.selection import decide
-from ...settings import Settings, cache_dir, env_var, set_batch_invariant
+from ...settings import AUTO, Settings, cache_dir, env_var, set_batch_invariant
 from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, layer_arguments, output
 from ..arguments import (
+    AdditionalConfig,
     AsJson,
     Assignments,
     BatchInvariant,
     CompileJobs,
     DataParallel,
+    Dtype,
     ExpertParallel,
     Gpus,
     ModelNames,
@@ -103,6 +105,7 @@ def command(
     dp: DataParallel = 1,
     ep: ExpertParallel = False,
     quantization: Quantization = "",
+    dtype: Dtype = AUTO,
     batch_invariant: BatchInvariant = None,
     tokens: _Tokens = "",
     routing: _Routing = "uniform,skewed",
@@ -115,11 +118,12 @@ def command(
     export: _Export = None,
     profile: _Profiles = None,
     imported: _Imported = None,
+    additional_config: AdditionalConfig = "",
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
     """What `HELP` says."""
-    chosen = command_settings(assignments)
+    chosen = command_settings(assignments, additional_config)
     if imported:
         _check_import_options(context)
         if export is not None:
@@ -129,7 +133,7 @@ def command(
     from ...measuring import tuning  # needs torch
 
     set_batch_invariant(batch_invariant)
-    problems = _named_problems(models, shapes, Ranks(tp, dp, ep), quantization, tiles, chosen)
+    problems = _named_problems(models, shapes, Ranks(tp, dp, ep), quantization, dtype, tiles, chosen)
     problems = [layer_arguments.apply_settings(each, chosen) for each in problems]
     options = _tune_options(tokens, routing, replays, budget, jobs, remeasure)
     tuning.check_token_counts(options.token_counts)
@@ -160,7 +164,7 @@ def _check_import_options(context: typer.Context) -> None:
     Raises:
         MeasurementError: some are given.
     """
-    used = ("imported", "export", "assignments", "as_json")
+    used = ("imported", "export", "additional_config", "assignments", "as_json")
     given = [each for each in context.command.params if each.name not in used and _is_given(context, each.name)]
     if given:
         names = ", ".join(each.opts[0] if each.opts[0].startswith("-") else "MODEL" for each in given)
@@ -183,7 +187,13 @@ def _note_unused_profiles(paths: list[Path], known: list[profiles.Profile], devi
 
 
 def _named_problems(
-    models: list[str] | None, shapes: bool, ranks: Ranks, quantization: str, tiles: int, settings: Settings
+    models: list[str] | None,
+    shapes: bool,
+    ranks: Ranks,
+    quantization: str,
+    dtype: str,
+    tiles: int,
+    settings: Settings,
 ) -> list[Problem]:
     """The layers to measure.
 
@@ -194,14 +204,15 @@ def _named_problems(
         raise MeasurementError("no model is named", "Name one, such as mxfp8:qwen3-30b-a3b, or give --shapes")
     if not models:
         given = {"--ep": ranks.ep, "--tp": ranks.tp != 1, "--dp": ranks.dp != 1, "--quantization": bool(quantization)}
+        given["--dtype"] = dtype != AUTO
         if useless := [option for option, is_given in given.items() if is_given]:
-            rule = "the layers of --shapes have numbers of ranks and formats of their own"
+            rule = "the layers of --shapes have numbers of ranks, formats and dtypes of their own"
             raise MeasurementError(rule, "Leave it out, or name a model", useless[0])
     if tiles < 0:
         raise MeasurementError(f"{tiles} tile configurations are not possible", "Give 0 or more", "--tiles")
     problems = []
     if models:
-        problems = layer_arguments.resolve_problems(models, ranks, quantization, settings.ragged_shards)
+        problems = layer_arguments.resolve_problems(models, ranks, quantization, dtype, settings.ragged_shards)
     return problems + (model_shapes.served_problems() if shapes else [])
 
 

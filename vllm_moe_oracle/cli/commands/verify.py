@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...checkpoint.dtypes import read_dtype_option
 from ...checkpoint.engagement import Engagement, read_engagement
 from ...checkpoint.files import CheckpointFiles, read_checkpoint
 from ...checkpoint.layer_names import compact_layer_names, short_layer_names
@@ -20,9 +21,9 @@ from ...core.problem import Device
 from ...devices import detect
 from ...errors import DamagedCheckpointError, SettingError
 from ...oracle.backend_names import check_backend_names
-from ...settings import Settings, env_var
+from ...settings import AUTO, Settings, env_var
 from .. import child_process, layer_arguments, output
-from ..arguments import AsJson, Assignments, command_settings, file_option, name_option
+from ..arguments import AdditionalConfig, AsJson, Assignments, Dtype, command_settings, file_option, name_option
 from ..usage_hints import require_a_path
 
 if TYPE_CHECKING:
@@ -95,11 +96,14 @@ def command(
         bool, typer.Option("--report-only", help="Only compare the report; read no weights.")
     ] = False,
     resume: Annotated[Path | None, file_option("Keep results in this file, and skip layers that it has.")] = None,
+    dtype: Dtype = AUTO,
+    additional_config: AdditionalConfig = "",
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
     """What `HELP` says."""
-    chosen = command_settings(assignments)
+    chosen = command_settings(assignments, additional_config)
+    asked = read_dtype_option(dtype)
     check_backend_names(chosen)
     if report_only and report is None:
         raise SettingError("there is no report to compare", "Name the file with --report", "--report-only")
@@ -112,7 +116,7 @@ def command(
             layers = find_moe_layers(config, vllm=machine.packages.get("vllm"))
             answer.engagement = read_engagement(report, layers)
         if not report_only:
-            _check(answer, config, chosen, resume)
+            _check(answer, config, chosen, asked, resume)
     except DamagedCheckpointError as error:
         child_process.keep(None)
         answer.damage = str(error)
@@ -123,11 +127,11 @@ def command(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _check(answer: _Answer, config: CheckpointFiles, settings: Settings, resume: Path | None) -> None:
+def _check(answer: _Answer, config: CheckpointFiles, settings: Settings, dtype: str, resume: Path | None) -> None:
     """Adds the results of all layers to an answer, which the parent of this process has meanwhile."""
     from ...measuring import verifying
 
-    with verifying.Verification(config, answer.machine, settings) as made, contextlib.ExitStack() as stack:
+    with verifying.Verification(config, answer.machine, settings, dtype=dtype) as made, contextlib.ExitStack() as stack:
         kept = None
         if resume is not None:
             kept = verifying.ResumeFile(resume, made)
