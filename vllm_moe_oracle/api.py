@@ -154,7 +154,7 @@ def explain_checkpoint(
             vLLM; the other layers are decided. With None the first such error is raised.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or its layers cannot be sharded.
+        CheckpointError: the checkpoint cannot be read; `errors.DeploymentError` where its layers cannot be sharded so.
         NoBackendError: no backend can run a layer, and `failures` is None.
         SettingError: a setting or a number of ranks is invalid, or a name of a device, a backend, a dtype or an
             all-to-all is unknown.

@@ -221,6 +221,11 @@ class DamagedCheckpointError(CheckpointError):
     """The files of a checkpoint's tensors are damaged or incomplete, or do not fit its config."""
 
 
+class DeploymentError(CheckpointError):
+    """vLLM refuses to serve a checkpoint so: with these numbers of ranks or options, or in this release. Its files are
+    right."""
+
+
 class LeftToStockError(CheckpointError):
     """All of the model is stock vLLM's: it has no experts, or none that are served here. Nothing is wrong."""
 

@@ -88,7 +88,7 @@ def test_experts_without_a_moe_layer_are_stock_vllms(tmp_path: Path, run: Run) -
     found = run("explain", tmp_path, "--device", "h100", "--vllm", last)
     assert found.status == 0 and "left to stock vLLM" in found.out
     found = run("explain", tmp_path, "--device", "h100")
-    assert found.status == 2 and f"vLLM has ArcticForCausalLM until {last}" in found.err
+    assert found.status == 3 and f"vLLM has ArcticForCausalLM until {last}" in found.err
 
 
 @pytest.mark.parametrize("vllm", ["0.23.1", "0.24.0", "0.24.0+cpu", "v0.24.0", "0.24.1", "0.24.1rc2", "0.24.2.dev3"])

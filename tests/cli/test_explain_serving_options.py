@@ -141,12 +141,6 @@ def test_models_left_to_stock_are_refused_as_far_as_vllm_refuses_them(
     assert (dense.status, any("would not start" in each for each in dense.json["notes"])) == (0, False)
 
 
-def test_heads_that_do_not_divide_are_refused_whatever_the_experts_are(run: Run, write: Write) -> None:
-    for changes in ({}, {"quantization_config": None}, {"quantization_config": {"quant_method": "fp8"}}):
-        found = run("explain", write(num_attention_heads=32, **changes), *H200, "--tp", 3)
-        assert found.status == 2 and "which do not divide the 32 attention heads (32 mod 3 = 2)" in found.err
-
-
 def test_the_gain_of_a_named_backend_is_not_predicted(run: Run, write: Write) -> None:
     found = run("explain", write(), *H200, "--backend", "emulation").text
     assert "it was not measured beside stock vLLM on such a machine, and a named backend is not predicted" in found
@@ -208,8 +202,6 @@ def test_usual_options_need_no_note(run: Run, write: Write) -> None:
     [
         (("--dp", 0), "--dp: 0 ranks are not possible. Give 1 or more"),
         (("--dp", -1, "--ep"), "--dp: -1 ranks are not possible"),
-        (("--dp", 5), "over 5 ranks (TP 1 x DP 5) does not divide the experts' intermediate size 768 (768 mod 5 = 3)"),
-        (("--dp", 129, "--ep"), "over 129 ranks leaves ranks without one of the 128 experts"),
         (
             ("--all2all-backend", "nixlep"),
             "--all2all-backend: 'nixlep' is not an all-to-all of vLLM. Did you mean nixl_ep?",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..core import activations
 from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Activation, Problem, Routing, Scheme, are_groups_ignored
 from ..core.sharding import pads_experts, shard_by_blocks, shard_by_scale_groups
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DeploymentError
 from ..quantization.fields import read_boolean, read_string, short_repr, shortened
 from ..quantization.gpt_oss import reject_compressed_tensors
 from ..releases.expert_names import min_expert_width
@@ -105,7 +105,8 @@ def layer_problem(
         vllm: the release of vLLM; None for the newest.
 
     Raises:
-        CheckpointError: a field that is missing or has a value that it cannot have, or ranks that cannot share it.
+        CheckpointError: a field that is missing or has a value that it cannot have.
+        DeploymentError: ranks that cannot share it.
     """
     model, where = config.model_config, str(config.path)
     if scheme.packing == "gpt_oss" and model_type(config) != "gpt_oss":
@@ -202,6 +203,9 @@ def _check_shardable(
         least: features between the two products on one rank below which vLLM pads experts with zeros.
         key_heads: heads of keys and values, which a remedy shards or copies evenly; 0 when unknown.
         others: widths of other layers, which a remedy shards evenly.
+
+    Raises:
+        DeploymentError: they cannot share it.
     """
     tp, dp, total = ranks.tp, ranks.dp, ranks.total
 
@@ -226,12 +230,12 @@ def _check_shardable(
     remedy = f"Use {', or '.join(ways)}" if ways else "Use fewer ranks"
     if ranks.ep and total > experts:
         rule = f"expert parallelism over {total} ranks leaves ranks without one of the {experts} experts"
-        raise CheckpointError(rule, remedy, where)
+        raise DeploymentError(rule, remedy, where)
     if heads % tp:
-        raise CheckpointError(_heads_rule(heads, tp), remedy, where)
+        raise DeploymentError(_heads_rule(heads, tp), remedy, where)
     over = f"{total} ranks" if dp == 1 else f"{total} ranks (TP {tp} x DP {dp})"
     rule = f"tensor parallelism over {over} does not divide the experts' intermediate size {width}"
-    raise CheckpointError(f"{rule} ({width} mod {total} = {width % total})", remedy, where)
+    raise DeploymentError(f"{rule} ({width} mod {total} = {width % total})", remedy, where)
 
 
 def _fewer_ranks(ranks: Ranks, serves: Callable[[int, int], bool]) -> list[str]:
@@ -266,12 +270,12 @@ def check_attention_heads(config: CheckpointFiles, ranks: Ranks) -> None:
     """Refuses numbers of tensor-parallel ranks that vLLM refuses for any model, whatever its experts are.
 
     Raises:
-        CheckpointError: they do not divide the attention heads.
+        DeploymentError: they do not divide the attention heads.
     """
     heads, tp = _attention_heads(config), ranks.tp
     if heads % tp:
         fewer = next(size for size in range(min(tp, heads), 0, -1) if not heads % size)
-        raise CheckpointError(_heads_rule(heads, tp), f"Use TP {fewer}", str(config.path))
+        raise DeploymentError(_heads_rule(heads, tp), f"Use TP {fewer}", str(config.path))
 
 
 def _activation(config: CheckpointFiles, index: int) -> Activation:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Problem, Scheme
-from ..errors import CheckpointError, LeftToStockError, did_you_mean
+from ..errors import CheckpointError, DeploymentError, LeftToStockError, did_you_mean
 from ..quantization import (
     METHOD_ALIASES,
     ONLINE_SCHEMES,
@@ -117,8 +117,9 @@ def find_moe_layers(
 
     Raises:
         LeftToStockError: no MoE layers, or their sizes are not read and nothing of this package would run them.
-        CheckpointError: an unknown quantization, another than `online`, a field that is missing or has a
-            value that it cannot have, or a number of ranks over which the model cannot be sharded.
+        CheckpointError: an unknown quantization, or a field that is missing or has a value that it cannot have.
+        DeploymentError: vLLM refuses the model with `online`, with numbers of ranks over which it cannot be sharded, or
+            in the release.
         SettingError: a number of ranks below one, or an all-to-all that the release does not have.
     """
     ranks = replace(ranks, all2all=effective_all2all(ranks.all2all, vllm))
@@ -185,7 +186,7 @@ def _check_readable(config: CheckpointFiles, online: str, vllm: str | None) -> N
     """Refuses a model that the release has no more, and experts in fields that are not read."""
     if removed := last_release_with(architectures(config), vllm):
         rule = "vLLM has {} until {}: a server does not start".format(*removed)
-        raise CheckpointError(rule, f"Serve it with vLLM {removed[1]} or older", str(config.path))
+        raise DeploymentError(rule, f"Serve it with vLLM {removed[1]} or older", str(config.path))
     if words := unread_experts(config):
         raise _unread_experts_error(config, words, online, vllm)
 
@@ -323,7 +324,7 @@ def _expert_formats(config: CheckpointFiles, online: str) -> tuple[FormatLookup,
     if config.quantization is None:
         if online in ONLINE_SCHEMES and model_type(config) == EVEN_SPLIT_MODEL_TYPE:
             rule = "vLLM's loader of gpt-oss copies experts in 16 bits past the loader that would quantize them"
-            raise CheckpointError(rule, "Serve the checkpoint in MXFP4 that OpenAI publishes", where)
+            raise DeploymentError(rule, "Serve the checkpoint in MXFP4 that OpenAI publishes", where)
         if online in ONLINE_SCHEMES:
             return lambda layer: ONLINE_SCHEMES[online], online
         if online in UNSUPPORTED_ONLINE:
@@ -348,7 +349,7 @@ def _expert_formats(config: CheckpointFiles, online: str) -> tuple[FormatLookup,
         others = tuple(name for name in others if not name.startswith("gpt_oss"))
     if online not in ("", method, *others):
         rule = f"it is quantized already, as {method}, and --quantization is {short_repr(online)}"
-        raise CheckpointError(rule, f"Leave --quantization out, or say {' or '.join((method, *others))}", where)
+        raise DeploymentError(rule, f"Leave --quantization out, or say {' or '.join((method, *others))}", where)
     named = online if method in ("gptq", "awq") and online else method
     return (with_moe_wna16_packing(format_of) if online == "moe_wna16" else format_of), named
 

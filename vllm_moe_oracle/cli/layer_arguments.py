@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from .. import settings
-from ..checkpoint.dtypes import read_dtype_option
+from ..checkpoint.dtypes import dtype_refusal, read_dtype_option
 from ..checkpoint.files import read_checkpoint
 from ..checkpoint.moe_layers import find_moe_layers
 from ..checkpoint.ranks import Ranks
@@ -19,7 +19,6 @@ from ..core.decimals import parse_count
 from ..core.objectives import MAX_TOKENS
 from ..core.problem import Device, Problem
 from ..devices import catalog, detect
-from ..devices.detect import installed_packages
 from ..errors import MeasurementError, did_you_mean, sanitize
 from ..measurements import model_shapes
 from ..settings import AUTO, Settings, batch_invariant
@@ -40,10 +39,10 @@ def resolve_problems(
         ragged_shards: the setting of that name.
 
     Raises:
-        OracleError: an argument is unknown, or an option is not for it.
+        OracleError: an argument is unknown, an option is not for it, or vLLM refuses the options for a model.
     """
     ranks.check()
-    asked, capability = read_dtype_option(dtype), detect.detect().capability
+    asked, machine = read_dtype_option(dtype), detect.detect()
     tp, dp, ep = ranks.tp, ranks.dp, ranks.ep
     found: list[Problem] = []
     for word in models:
@@ -59,14 +58,17 @@ def resolve_problems(
                 ranks,
                 ragged_shards=ragged_shards,
                 online=quantization.lower(),
-                vllm=installed_packages().get("vllm"),
+                vllm=machine.packages.get("vllm"),
                 dtype=asked,
-                capability=capability,
+                capability=machine.capability,
             )
             if not layers.problems:
                 rule = f"there is nothing to measure: {'; '.join(layers.notes)}"
                 raise MeasurementError(rule, where=str(read.path))
-            found += (*layers.problems, *layers.mtp_problems)
+            for each in (*layers.problems, *layers.mtp_problems):
+                if error := dtype_refusal(each, layers.method, machine):
+                    raise error
+                found.append(each)
             continue
         if ep:
             rule = f"{word!r} names a layer whose experts are all on one rank"

@@ -1,4 +1,4 @@
-"""The entry point: finds the commands, and turns every error that is raised on purpose into one line and status 2."""
+"""The entry point: finds the commands, and turns every error that is raised on purpose into one line and its status."""
 
 from __future__ import annotations
 
@@ -21,9 +21,26 @@ import typer
 from typer.core import TyperArgument, TyperCommand
 
 from .. import __version__
-from ..errors import OracleError, PrintableFilter, describe_error, is_interruption, printable
+from ..errors import (
+    DeploymentError,
+    NoBackendError,
+    OracleError,
+    PrintableFilter,
+    describe_error,
+    is_interruption,
+    printable,
+)
 from ..oracle.watchdog import WATCHED_LOGGER
-from . import EXIT_INTERRUPTED, EXIT_INVALID_INPUT, EXIT_UNHEALTHY, child_process, commands, output, usage_hints
+from . import (
+    EXIT_INTERRUPTED,
+    EXIT_INVALID_INPUT,
+    EXIT_NO_BACKEND,
+    EXIT_UNHEALTHY,
+    child_process,
+    commands,
+    output,
+    usage_hints,
+)
 from .bug_report import where_to_report
 
 logging.getLogger("vllm.moe_oracle").addFilter(PrintableFilter())
@@ -161,10 +178,10 @@ def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # type: ignore[union-attr]  # it was written to
 
 
-def _fail(message: str) -> NoReturn:
-    """Ends with one line and the status for unusable input."""
+def _fail(message: str, status: int = EXIT_INVALID_INPUT) -> NoReturn:
+    """Ends with one line and the status, by default the one for unusable input."""
     output.print_message("error", message)
-    sys.exit(EXIT_INVALID_INPUT)
+    sys.exit(status)
 
 
 def main() -> None:
@@ -211,7 +228,8 @@ def main() -> None:
         _fail(f"this needs {error.name}, which is not installed. Install it: pip install 'vllm-moe-oracle[{extra}]'")
     except OracleError as error:
         # One line: what tools and people grep for. A message's table, where it has one, belongs to the command.
-        _fail(str(error))
+        refused = isinstance(error, DeploymentError | NoBackendError)
+        _fail(str(error), EXIT_NO_BACKEND if refused else EXIT_INVALID_INPUT)
     except OSError as error:
         if error.filename is not None:  # not standard output
             raise

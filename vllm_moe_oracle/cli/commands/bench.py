@@ -104,6 +104,7 @@ Exit status:
   1  a backend ended the process; the records before are written
   2  the input or this machine cannot be used; one line on standard error says
      what
+  3  vLLM refuses the options for the model
   4  a backend, a stock layer or a kernel of another project could not be timed,
      or failed its check; the records say why
 """

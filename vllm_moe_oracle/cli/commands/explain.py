@@ -132,11 +132,11 @@ Exit status:
      model is left to stock vLLM, since it has no experts or is in a format
      that is not served; also where a note says under which condition a server
      would not start
-  2  the input cannot be used, or vLLM refuses the number of ranks for the
-     model; one line on standard error says what and where
+  2  the input cannot be used; one line on standard error says what and where
   3  a server would not start: a group has no backend, vLLM refuses the
-     options, or {env_var("strict")} refuses a profile; the table is printed
-     nevertheless
+     options for the model, or {env_var("strict")} refuses a profile; the table is
+     printed nevertheless, or one line on standard error where the ranks cannot
+     share the layers, or vLLM refuses the quantization or has the model no more
 """
 
 

@@ -89,7 +89,8 @@ Exit status:
      before is kept
   2  the input, the cache or this machine cannot be used; one line on standard
      error says what
-  3  no backend can run one of the layers
+  3  no backend can run one of the layers, or vLLM refuses the options for the
+     model
   4  the budget was spent, or a backend could not be measured or ended the
      process that measures it; what was measured is kept
 """

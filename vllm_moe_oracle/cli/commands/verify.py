@@ -79,6 +79,7 @@ Exit status:
      the server does not run a layer through the oracle
   2  the input cannot be used: no checkpoint or a config that is not read, an
      option, a report of another model; one line on standard error says what
+  3  this vLLM has the model no more
   130  interrupted; --resume continues
 """
 
