@@ -2,6 +2,7 @@
 
     python tests/gpu/sanitize.py                 # all cases, both tools, several processes at a time
     python tests/gpu/sanitize.py --case mxfp8    # runs one case plainly; what the tools run
+    python tests/gpu/sanitize.py --shipped       # every configuration of the shipped table, on its layers' own sizes
 
 Exit status 1 when a tool reports an error or does not end in its time. Racecheck's hazards in Triton's dispatch of
 warps are counted apart and are none, where the machine code of the very kernels that ran proves it (`dispatch.py`).
@@ -30,6 +31,7 @@ from tests.gpu.dispatch import Dispatch, dispatch_of, verdict_of
 from tests.gpu.kernel_cases import Case
 from tests.gpu.memcheck_control import EXACT
 from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
+from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
 
 KERNELS = (
     "gate_up", "down", "down_loop_n", "down_fused_topk", "sum_topk", "sum_topk_strips", "sort_slots",
@@ -77,6 +79,9 @@ PERSISTENT = ("prefill", "prefill-half", "fp8")
 CASES = ("int4-g128", "int4-g32", "int8-g128-relu2", "mxfp4-fp16", "mxfp4-swigluoai", "mxfp8-wide-scales")
 HALVES = ("int4-row", "int8-row-fp16", "mxfp4-swigluoai", "mxfp8", "mxfp8-relu2", "mxfp8-wide-scales")
 """Cases that can have half a step at the end: scales are of MX or one a row."""
+SHIPPED = "shipped"
+MOST_TOKENS = {LaunchConfig: 70, PrefillConfig: 300}
+"""Of a shipped configuration's call: two blocks of an expert's tokens, or blocks of every size."""
 
 
 def run_case(name: str, tiles: list[str]) -> None:
@@ -106,6 +111,36 @@ def run_case(name: str, tiles: list[str]) -> None:
         torch.cuda.synchronize()
         print(f"{name}: {kind} ended", flush=True)
     print(f"{name} ran")
+
+
+def run_shipped(layer: str) -> None:
+    """What ships for a layer of `kernel_launches`, each configuration once: random bytes as the weights of as many
+    experts as a token chooses, rows and columns as the layer has them, for no more than `MOST_TOKENS`."""
+    import torch
+
+    from tests.lib.kernel_launches import LAYERS, MEASURED, shipped
+    from vllm_moe_oracle.kernels.fused_moe import fused_moe, workspace_layout
+    from vllm_moe_oracle.kernels.weights import allocate_weights
+
+    format, group, hidden, inner, _, top_k, activation, bias = (LAYERS | MEASURED)[layer]
+    weights = allocate_weights(format, top_k, hidden, inner, gated=activation != "relu2", group=group, bias=bias,
+                               device="cuda")  # fmt: skip
+    for matrix in (weights.w13, weights.w2):
+        for tensor in matrix.tensors():
+            tensor.view(torch.uint8).random_(0, 256)
+    for tokens, config in ((tokens, config) for name, tokens, config in shipped() if name == layer):
+        tokens = min(tokens, MOST_TOKENS[type(config)])
+        x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+        ids = torch.stack([torch.randperm(top_k, device="cuda") for _ in range(tokens)]).int()
+        ids[-1, -1] = -1
+        layout = workspace_layout(weights, tokens, top_k, config)
+        fused_moe(x, weights, torch.rand(tokens, top_k, device="cuda"), ids, activation=activation, config=config,
+                  limit=7.0 if activation == "swigluoai" else None, out=torch.empty_like(x),
+                  workspace=torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda"),
+                  counters=torch.zeros(max(1, layout.counters), dtype=torch.int32, device="cuda"))  # fmt: skip
+        torch.cuda.synchronize()
+        print(f"{layer}: {config.to_json() if isinstance(config, LaunchConfig) else config} ended", flush=True)
+    print(f"{layer} ran")
 
 
 def prefill_layers(case: Case, kind: str) -> list[Case]:
@@ -207,17 +242,22 @@ def sanitize(name: str, tiles: list[str], tool: str, limit: float, reports: Path
             done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=os.environ | memory)
         except subprocess.TimeoutExpired as cut:
             text = (cut.stdout or b"").decode(errors="replace")
-            ended = ", ".join(re.findall(rf"{name}: (\S+) ended", text)) or "nothing"
+            ended = ", ".join(re.findall(rf"{re.escape(name)}: (.+) ended", text)) or "nothing"
             found = len(re.findall(r"^=+ (?:Error|Warning|Invalid|Potential|Race)", text, re.M))
             return name, tool, f"did not end in {limit:.0f} s; ended: {ended}; {found} reports", time.time() - start
         text, seconds = done.stdout + done.stderr, time.time() - start
         if reports:
             reports.mkdir(parents=True, exist_ok=True)
-            with gzip.open(reports / f"{tool}-{name}-{'-'.join(tiles)}.txt.gz", "wt") as file:
+            file_name = re.sub(r"[^\w.-]+", "-", f"{tool}-{name}-{'-'.join(tiles)}")
+            with gzip.open(reports / f"{file_name}.txt.gz", "wt") as file:
                 file.write(text)
         if f"{name} ran" not in text:
             return name, tool, f"did not run to its end: {text[-600:]}", seconds
-        idle = "".join(f"; {tile} does not run it" for tile in re.findall(rf"{name}: (\S+) does not run it", text))
+        idle = "".join(
+            f"; {tile} does not run it" for tile in re.findall(rf"{re.escape(name)}: (\S+) does not run it", text)
+        )
+        if SHIPPED in tiles:
+            idle += f"; {len(re.findall(rf'^{re.escape(name)}: .+ ended$', text, re.M))} configurations"
         if tool == "racecheck":
             return name, tool, verdict_of(text, *dispatches(Path(folder))) + idle, seconds
     summary = re.search(r"ERROR SUMMARY: (\d+) errors?.*", text)
@@ -228,32 +268,63 @@ def sanitize(name: str, tiles: list[str], tool: str, limit: float, reports: Path
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=sorted({*CASES, *HALVES}))
-    parser.add_argument("--tiles", action="append", choices=(*TILES, *PERSISTENT), help="only these; by default all")
+    parser.add_argument("--case", help=f"one of {', '.join(sorted({*CASES, *HALVES}))}; with --tiles {SHIPPED} a layer")
+    kinds = (*TILES, *PERSISTENT, SHIPPED)
+    parser.add_argument("--tiles", action="append", choices=kinds, help=f"only these; by default all but {SHIPPED}")
+    parser.add_argument("--shipped", action="store_true", help="what ships, and nothing else")
     parser.add_argument("--tool", action="append", choices=("memcheck", "racecheck"))
     parser.add_argument("--seconds", type=float, default=240, help="for one case with one tool")
+    parser.add_argument(
+        "--part", default="0/1", metavar="I/N", help="with --shipped, every N-th layer from the I-th on"
+    )
     parser.add_argument("--reports", type=Path, metavar="FOLDER", help="keeps what the tools said there, compressed")
+    parser.add_argument("--json", type=Path, help="keeps verdicts and conditions")
     parser.add_argument("--keep", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     tiles = args.tiles or [*TILES, *PERSISTENT]
     if args.case:
-        run_case(args.case, tiles)
+        run_shipped(args.case) if tiles == [SHIPPED] else run_case(args.case, tiles)
         if args.keep:
             keep_dispatching(args.keep)
         return 0
-    others = [tile for tile in tiles if tile != "prefill-half"]
-    runs = [(name, others) for name in CASES if others]
-    runs += [(name, ["prefill-half"]) for name in HALVES if "prefill-half" in tiles]
+    if args.shipped:
+        from tests.lib.kernel_launches import MEASURED
+
+        first, step = map(int, args.part.split("/"))
+        runs = [(layer, [SHIPPED]) for layer in [*MEASURED][first::step]]
+    else:
+        others = [tile for tile in tiles if tile != "prefill-half"]
+        runs = [(name, others) for name in CASES if others]
+        runs += [(name, ["prefill-half"]) for name in HALVES if "prefill-half" in tiles]
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda run: subprocess.run(plain(*run), check=True), runs))  # compiles
+        list(pool.map(lambda run: subprocess.run(plain(*run), check=True, stdout=subprocess.DEVNULL), runs))  # compiles
         tools = args.tool or ("racecheck", "memcheck")
         jobs = [(*run, tool, args.seconds, args.reports) for tool in tools for run in runs]
         results = []
         for done in concurrent.futures.as_completed([pool.submit(sanitize, *job) for job in jobs]):
             results.append(done.result())
             name, tool, verdict, seconds = results[-1]
-            print(f"{tool:9s} {name:20s} {seconds:5.0f} s  {verdict}", flush=True)
+            print(f"{tool:9s} {name:40s} {seconds:5.0f} s  {verdict}", flush=True)
+            if args.json:
+                write_results(args.json, results)
     return int(any(not verdict.startswith("ok") for _, _, verdict, _ in results))
+
+
+def write_results(path: Path, results: list[tuple[str, str, str, float]]) -> None:
+    """Verdicts so far, with what they depend on."""
+    import torch
+    import triton
+
+    from vllm_moe_oracle.measurements.environment import kernel_sources_hash
+
+    conditions = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "kernels": kernel_sources_hash(), "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["python", "tests/gpu/sanitize.py", *sys.argv[1:]]),
+    }  # fmt: skip
+    verdicts = {tool: {name: verdict for name, each, verdict, _ in sorted(results) if each == tool} for tool in
+                sorted({tool for _, tool, _, _ in results})}  # fmt: skip
+    path.write_text(json.dumps({"conditions": conditions, "verdicts": verdicts}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

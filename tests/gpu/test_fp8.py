@@ -221,9 +221,20 @@ def test_expert_map_and_weights_on_input() -> None:
     check(case, out, reference(case, layer, x, router, local, apply_router_weight_on_input=True))
 
 
+def quantize(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, ordered: torch.Tensor, totals: torch.Tensor,
+             *, gather: bool, format: str) -> None:  # fmt: skip
+    """`quantize_rows` of two choices a token."""
+    slots, columns = codes.shape
+    block, rows, warps = fp8_quantize.launch_shape(columns)
+    fp8_quantize.quantize_rows[(-(-slots // rows),)](
+        x, codes, scales, ordered, totals, slots, columns, columns, TOP_K=2, GATHER=gather, EP=16, BLOCK=block,
+        ROWS=rows, PDL=False, FRAGMENT_ORDER=format == "mxfp4" or None, num_warps=warps,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("format", ("mxfp8", "mxfp4"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("columns", (32, 96, 736, 2880))
+@pytest.mark.parametrize("columns", (32, 96, 736, 2880, 5120, 14336))
 def test_rows_are_quantized_to_the_bit(columns: int, dtype: torch.dtype, format: str) -> None:
     generator = torch.Generator().manual_seed(columns)
     x = torch.randn(40, columns, generator=generator) * torch.logspace(-6, 4, 40)[:, None]
@@ -234,9 +245,7 @@ def test_rows_are_quantized_to_the_bit(columns: int, dtype: torch.dtype, format:
     totals = torch.tensor([30, 20, 0, 25] + [0] * 12, dtype=torch.int32, device="cuda")
     codes = torch.full((80, columns), 0x7F, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     scales = torch.full((80,), -7.0, device="cuda")
-    fp8_quantize.quantize_rows[(80,)](x, codes, scales, ordered, totals, columns, columns, TOP_K=2, GATHER=True, EP=16,
-                                      BLOCK=max(32, 1 << (columns - 1).bit_length()), PDL=False,
-                                      FRAGMENT_ORDER=format == "mxfp4" or None)  # fmt: skip
+    quantize(x, codes, scales, ordered, totals, gather=True, format=format)
     picked = x[(ordered[:75] // 2).long()].float()
     amax = picked.abs().amax(1)
     scale, inverse = scales_of(amax)
@@ -244,6 +253,12 @@ def test_rows_are_quantized_to_the_bit(columns: int, dtype: torch.dtype, format:
     found = in_order(replace(CASES[0], format=format), codes[:75].float().double())
     assert torch.equal(found, e4m3((picked * inverse[:, None]).clamp(-448, 448)))
     assert (codes[75:].view(torch.uint8) == 0x7F).all()
+    # In the order of positions, where what was never written may be anything, the same rows become the same codes.
+    stale = torch.full((5, columns), float("nan"), dtype=dtype, device="cuda")
+    again, again_scales = torch.empty_like(codes), torch.empty_like(scales)
+    quantize(torch.cat((picked.to(dtype), stale)), again, again_scales, ordered, totals, gather=False, format=format)
+    assert torch.equal(again[:75].view(torch.uint8), codes[:75].view(torch.uint8))
+    assert torch.equal(again_scales[:75], scales[:75])
 
 
 @pytest.mark.parametrize("bad", (float("nan"), float("inf")))

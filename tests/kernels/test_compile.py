@@ -15,7 +15,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.lib.kernel_launches import LAYERS, MEASURED, compile_launch, disassemble, launches, stack_bytes  # noqa: E402
+from tests.lib.kernel_launches import (  # noqa: E402
+    LAYERS,
+    MEASURED,
+    compile_launch,
+    disassemble,
+    launches,
+    shipped,
+    stack_bytes,
+)
 from tests.lib.machine_code import overwritten_in_flight  # noqa: E402
 from tests.lib.tiers import sampled  # noqa: E402
 from vllm_moe_oracle.kernels import config as configs  # noqa: E402
@@ -54,20 +62,6 @@ def check(layer: str, tokens: int, config: LaunchConfig, most_stack: int = 0, **
             assert all(operand.startswith("R") for operand in products)
             assert not re.search(r"\bHMMA", code)
             assert not overwritten_in_flight(code), f"{name} of {layer} at {tokens} tokens: {config}"
-
-
-def shipped() -> Iterator[tuple[str, int, LaunchConfig]]:
-    """Every measured configuration, and what the rule gives for some layers; each once."""
-    seen = set()
-    for layer, (format, group, hidden, inner, experts, top_k, activation, bias) in (LAYERS | MEASURED).items():
-        weights = allocate_weights(format, experts, hidden, inner, gated=activation != "relu2", group=group, bias=bias,
-                           device="meta")  # fmt: skip
-        for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384):
-            found = configs.choose_launch_config if layer in MEASURED else heuristic.heuristic_config
-            config = found(weights, top_k, tokens)
-            if (layer, config) not in seen:
-                seen.add((layer, config))
-                yield layer, tokens, config
 
 
 def with_zero_points() -> Iterator[tuple[str, int, LaunchConfig]]:

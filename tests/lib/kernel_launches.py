@@ -11,7 +11,7 @@ import io
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from vllm_moe_oracle.kernels import config as configs
-from vllm_moe_oracle.kernels import prefill_launch
+from vllm_moe_oracle.kernels import heuristic, prefill_launch
 from vllm_moe_oracle.kernels.fp8_moe import fused_moe_fp8, workspace_bytes
 from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights
 from vllm_moe_oracle.kernels.fused_moe import fused_moe, workspace_layout
@@ -70,6 +70,20 @@ MEASURED: dict[str, Shape] = {
     ]
 }  # fmt: skip
 """The layers of the shipped table. gpt-oss is the square one, with biases and its own activation."""
+
+
+def shipped() -> Iterator[tuple[str, int, LaunchConfig | PrefillConfig]]:
+    """Every measured configuration, and what the rule gives for some layers; each once."""
+    seen = set()
+    for layer, (format, group, hidden, inner, experts, top_k, activation, bias) in (LAYERS | MEASURED).items():
+        weights = allocate_weights(format, experts, hidden, inner, gated=activation != "relu2", group=group, bias=bias,
+                           device="meta")  # fmt: skip
+        for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384):
+            found = configs.choose_launch_config if layer in MEASURED else heuristic.heuristic_config
+            config = found(weights, top_k, tokens)
+            if (layer, config) not in seen:
+                seen.add((layer, config))
+                yield layer, tokens, config
 
 
 def record(call: Callable[[], object]) -> list[Launch]:

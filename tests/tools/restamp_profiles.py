@@ -6,8 +6,9 @@ A profile's figures of our kernels count only for the kernel sources that were m
 change that does not change what is compiled, such as a rename, the profiles may take the new fingerprint: BEFORE and
 AFTER are digests of both trees by `tests.tools.kernel_digests`. Without them it reports whether profiles are current.
 
-Calls of layers in float16 may differ, as long as no profile has times of such layers. If none differs, the old
-fingerprint joins `EQUAL`, so that committed benchmarks which no profile has taken are still times of these kernels.
+Calls of layers in float16 may differ, as long as no profile has times of such layers, and those of kernels for fp8
+activations, as long as none has times of their backends. If none in 16 bits differs, the old fingerprint joins `EQUAL`,
+so that committed benchmarks which no profile has taken are still times of these kernels.
 """
 
 from __future__ import annotations
@@ -19,13 +20,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vllm_moe_oracle.backends._hopper_fp8 import HopperFp8Backend
 from vllm_moe_oracle.measurements.environment import kernel_sources_hash
+from vllm_moe_oracle.oracle.registry import discover
 
 EQUAL = Path(__file__).resolve().parents[1] / "golden" / "equal-kernels.json"
 """Earlier fingerprints of kernels that compile to the same, by the present one."""
 PROFILES = Path(__file__).resolve().parents[2] / "vllm_moe_oracle" / "profiles"
-FLOAT16_CALL = re.compile(r": float16, \d+$")
-FLOAT16_LAYER = re.compile(r'"dtype": ?"float16"')
+_FP8_BACKENDS = [
+    each.name
+    for each in discover()
+    if getattr(each, "activation_precision", "") == HopperFp8Backend.activation_precision
+]
+FLOAT16, FP8 = "in float16", "of kernels for fp8 activations"
+SELDOM_TIMED = {
+    FLOAT16: (re.compile(r": float16, \d+$"), re.compile(r'"dtype": ?"float16"')),
+    FP8: (re.compile(r"^fp8 "), re.compile(f'"(?:{"|".join(_FP8_BACKENDS)})"')),
+}
+"""Kinds of times that a profile may lack: how their calls are named, and what is in a profile that has some."""
 FINGERPRINT = re.compile(r'(^ *"environment": ?\{(?:[^{}]|\{[^{}]*\})*?"kernels": ?)"[0-9a-f]{16}"', re.MULTILINE)
 """In the first object of that name at the start of a line, in the form of the profiles and in that of the model."""
 
@@ -84,16 +96,23 @@ def main() -> int:
         print(f"the digests cannot be compared: made by another {' and another '.join(made_by)}")
         return 1
     changed = changed_calls(before, after)
-    others = [name for name in changed if not FLOAT16_CALL.search(name)]
-    timed = [path.name for path in stale if FLOAT16_LAYER.search(path.read_text())]
-    if others or (changed and timed):
+    kinds = {kind: [name for name in changed if call.search(name)] for kind, (call, _) in SELDOM_TIMED.items()}
+    texts = [path.read_text() for path in stale]
+    missing = [
+        name
+        for kind, names in kinds.items()
+        if not any(SELDOM_TIMED[kind][1].search(text) for text in texts)
+        for name in names
+    ]
+    if others := [name for name in changed if name not in missing]:
         print("the kernels compile to something else, or other configurations are chosen: measure again")
-        print("\n".join((others or changed)[:9]))
+        print("\n".join(others[:9]))
         return 1
-    if changed:
-        print(f"no profile has times in float16, where {len(changed)} calls differ: {'; '.join(changed)}")
-    if not changed:
-        for before_hash in sorted({fingerprint_of(path.read_text()) for path in stale}):
+    for kind, names in kinds.items():
+        if names:
+            print(f"no profile has times {kind}, where {len(names)} calls differ: {'; '.join(names)}")
+    if not kinds[FLOAT16]:
+        for before_hash in sorted(set(map(fingerprint_of, texts))):
             join_equal(before_hash, fingerprint)
     for path in stale:
         path.write_text(restamped(path.read_text(), fingerprint))

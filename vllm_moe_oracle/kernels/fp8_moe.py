@@ -96,10 +96,10 @@ def fused_moe_fp8(
     grid = (prefill_launch.num_sms(x.device),)
 
     def quantize(source: torch.Tensor, stride: int, columns: int, gather: bool) -> None:
-        fp8_quantize.quantize_rows[(slots,)](
-            source, codes, scales, ordered, totals, columns, stride, TOP_K=top_k, GATHER=gather,
-            EP=padded, BLOCK=1 << (columns - 1).bit_length(), FRAGMENT_ORDER=packed or None,
-            num_warps=4, **options,
+        block, rows, warps = fp8_quantize.launch_shape(columns)
+        fp8_quantize.quantize_rows[(-(-slots // rows),)](
+            source, codes, scales, ordered, totals, slots, columns, stride, TOP_K=top_k, GATHER=gather, EP=padded,
+            BLOCK=block, ROWS=rows, FRAGMENT_ORDER=packed or None, num_warps=warps, **options,
         )  # fmt: skip
 
     def multiply(matrix: Fp8Matrix | PackedMatrix, width: int, down: bool, *act: float) -> None:
