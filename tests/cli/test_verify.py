@@ -244,6 +244,11 @@ def nan_code(tensors: dict[str, Tensor]) -> None:
     tensors[f"{EXPERT}.down_proj.weight"].view(torch.uint8)[7, 9] = 0x7F
 
 
+def nan_codes(tensors: dict[str, Tensor]) -> None:
+    """Of the byte that fills a parameter before it is loaded."""
+    tensors[f"{EXPERT}.gate_proj.weight"].view(torch.uint8).fill_(0x7F)
+
+
 def huge(tensors: dict[str, Tensor]) -> None:
     tensors[f"{EXPERT}.gate_proj.weight_scale"][:] = 250
 
@@ -253,6 +258,7 @@ def huge(tensors: dict[str, Tensor]) -> None:
     [
         (nan_scale, "1 of 256 scales in {up_proj.weight_scale} are NaN (e8m0 code 255); the first is code 255"),
         (nan_code, "codes in {down_proj.weight} are NaN (e4m3 codes 127 and 255); the first is code 127"),
+        (nan_codes, "codes in {gate_proj.weight} are NaN (e4m3 codes 127 and 255); the first is code 127"),
         (huge, "{gate_proj.weight}: the weight of expert 4 in row 0, input feature 0 is"),
     ],
 )

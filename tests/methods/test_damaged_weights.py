@@ -70,16 +70,15 @@ def test_biases_into_which_nothing_was_loaded(rank: int, monkeypatch: pytest.Mon
         config.moe_parallel_config.tp_size, config.moe_parallel_config.tp_rank = 2, rank
         method = created(config, layer)
         method_layers.load_random(layer, 0)
-        with pytest.raises(
-            CheckpointError, match=r"4096 of 4096 biases in w13_bias are NaN or infinite; .* expert 0 at"
-        ):
+        said = "the biases of the {} projection of local expert {} were never loaded"
+        with pytest.raises(CheckpointError, match=said.format("gate", 0) + r".*\(4 such in w13_bias\)"):
             method.process_weights_after_loading(layer)
         layer.w13_bias.data[:1].zero_()  # of one expert
-        with pytest.raises(CheckpointError, match=r"2048 of 4096 biases in w13_bias are NaN .* expert 1 at"):
+        with pytest.raises(CheckpointError, match=said.format("gate", 1) + r".*\(2 such in w13_bias\)"):
             method.process_weights_after_loading(layer)
         layer.w13_bias.data.zero_()
         if rank == 0:
-            with pytest.raises(CheckpointError, match="biases in w2_bias are NaN"):
+            with pytest.raises(CheckpointError, match=said.format("down", 0) + r".*\(2 such in w2_bias\)"):
                 method.process_weights_after_loading(layer)
             return
         method.process_weights_after_loading(layer)

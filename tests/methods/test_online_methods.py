@@ -230,7 +230,9 @@ def test_biases_are_loaded_and_never_what_new_memory_holds(
                     parameter = getattr(layer, f"{'w2' if shard == 'w2' else 'w13'}_{kind}")
                     parameter.weight_loader(parameter, tensor.bfloat16(), f"experts.{kind}", shard, expert)
         if loaded != "both":
-            with pytest.raises(CheckpointError, match=r"nothing was loaded into w13_bias, w2_bias|w13_bias.*NaN"):
+            with pytest.raises(
+                CheckpointError, match=r"nothing was loaded into w13_bias, w2_bias|biases of .* expert 1 were never"
+            ):
                 method.process_weights_after_loading(layer)
             return
         method.process_weights_after_loading(layer)

@@ -329,6 +329,15 @@ def test_a_tensor_that_never_came_is_named(packing: str, name: str) -> None:
         assert f"(1 such in w13_{tensor})" in words
 
 
+@pytest.mark.parametrize("packing", PLAIN)
+def test_a_tensor_that_came_full_of_nan_is_damage(packing: str) -> None:
+    contents = contents_of(layer_of(packing, **SIZES))
+    name = "weight_scale" if packing == "compressed-tensors" else "scales"
+    words = refused(contents, replaced(name, lambda tensor: torch.full_like(tensor, torch.nan)))
+    assert f"scales in w13_{name} are NaN or infinite; the first is nan of local expert 1 at" in words
+    assert "The checkpoint is damaged" in words and "never loaded" not in words
+
+
 @pytest.mark.parametrize("packing", ["gptq", "compressed-tensors"])
 def test_a_group_index_that_never_came_is_named(packing: str) -> None:
     contents = contents_of(layer_of(packing, act_order="group", **SIZES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from types import ModuleType
 
@@ -15,6 +16,7 @@ from tests.lib.mx_layers import APART, MXFP4_LAYER, MXFP8_LAYER, mxfp4_parameter
 from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.schemes import mxfp4, mxfp8
+from vllm_moe_oracle.schemes._checks import WasLoaded
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FLOATS = "bfloat16 or float16 or float32"
@@ -33,10 +35,12 @@ class Form:
         """The layer's parameters."""
         return self.make(self.layer)
 
-    def refused(self, given: Mapping[str, Tensor], match: str | None = None) -> CheckpointError:
+    def refused(
+        self, given: Mapping[str, Tensor], match: str | None = None, was_loaded: WasLoaded | None = None
+    ) -> CheckpointError:
         """The error that these parameters are, which names the layer."""
         with pytest.raises(CheckpointError, match=match) as caught:
-            self.scheme.read(given, self.layer)
+            self.scheme.read(given, self.layer, was_loaded)
         assert caught.value.where == self.layer.layer
         return caught.value
 
@@ -144,13 +148,6 @@ def test_nan_biases_are_named_and_counted(form: Form, name: str, bad: float) -> 
     assert form.refused(given, rf"2 of {total} biases in {name} are NaN or infinite").remedy
 
 
-@pytest.mark.parametrize("name", ["w13_scale", "w2_scale"])
-def test_scales_of_mxfp4_that_were_never_loaded_are_noticed(name: str) -> None:
-    given = MXFP4.given()
-    given[mxfp4.parameter_names(MXFP4.layer)[name]][2].fill_(mxfp4.UNLOADED[name])
-    MXFP4.refused(given, "never loaded")
-
-
 MATRICES: dict[str, tuple[str, Callable[[Tensor, bool], Tensor]]] = {
     "gate": ("w13", lambda rows, interleaved: rows[0::2] if interleaved else rows[: rows.shape[0] // 2]),
     "up": ("w13", lambda rows, interleaved: rows[1::2] if interleaved else rows[rows.shape[0] // 2 :]),
@@ -158,16 +155,52 @@ MATRICES: dict[str, tuple[str, Callable[[Tensor, bool], Tensor]]] = {
 }
 
 
-@each_form
-@pytest.mark.parametrize("matrix", MATRICES)
-def test_a_matrix_that_was_never_loaded_is_named_and_counted(form: Form, matrix: str) -> None:
+SHARDS = {"gate": "w1", "up": "w3", "down": "w2"}
+KINDS = {
+    "": ("", "was", "it"),
+    "_scale": ("the scales of ", "were", "them"),
+    "_bias": ("the biases of ", "were", "them"),
+}
+each_part = pytest.mark.parametrize(("matrix", "kind"), list(itertools.product(MATRICES, KINDS)))
+
+
+def with_sentinel(form: Form, matrix: str, kind: str) -> tuple[dict[str, Tensor], str]:
+    """Parameters of which a part of the experts 1 and 2 holds what fills memory before loading, and the one's name."""
     given, (canonical, part) = form.given(), MATRICES[matrix]
-    name = next(name for name, each in form.canonical().items() if each == canonical)
-    code = form.scheme.UNLOADED[canonical]
+    name = next(name for name, each in form.canonical().items() if each == canonical + kind)
     for expert in (1, 2):
-        part(given[name][expert].view(torch.uint8), form.layer.activation.interleaved).fill_(code)
-    said = f"the {matrix} projection of local expert 1 was never loaded"
-    assert f"(2 such in {name})" in form.refused(given, said).remedy
+        bits = given[name][expert].view(torch.int16 if kind == "_bias" else torch.uint8)
+        code = -1 if kind == "_bias" else form.scheme.UNLOADED[canonical + kind]
+        part(bits, form.layer.activation.interleaved).fill_(code)
+    return given, name
+
+
+@each_form
+@each_part
+def test_what_was_never_loaded_is_named_and_counted(form: Form, matrix: str, kind: str) -> None:
+    given, name = with_sentinel(form, matrix, kind)
+    what, were, it = KINDS[kind]
+    said = f"{what}the {matrix} projection of local expert 1 {were} never loaded"
+    remedy = f"The checkpoint lacks {it}, or names {it} differently (2 such in {name})"
+    assert form.refused(given, said).remedy == remedy
+    assert form.refused(given, said, lambda *part: False).remedy == remedy
+    # Other parts were brought by a loader.
+    brought: WasLoaded = lambda *part: part != (name, SHARDS[matrix], 2)  # noqa: E731
+    assert "(1 such in" in form.refused(given, said.replace("expert 1", "expert 2"), brought).remedy
+
+
+@each_form
+@each_part
+def test_a_file_that_holds_such_bytes_is_damaged_where_they_are_nan(form: Form, matrix: str, kind: str) -> None:
+    given, name = with_sentinel(form, matrix, kind)
+    if form.scheme is mxfp4 and not kind:  # negative zeros: a pruned expert
+        assert set(form.scheme.read(given, form.layer, lambda *part: True))
+        return
+    what = {"": rf"codes in {name} of 2 of 3 local experts are NaN \(e4m3 codes 127 and 255\)",
+            "_scale": f"scales in {name} are NaN", "_bias": f"biases in {name} are NaN"}  # fmt: skip
+    found = form.refused(given, what[kind], lambda *part: True)
+    assert found.remedy.startswith("The checkpoint is damaged") and "never loaded" not in str(found)
+    assert "of local expert 1 at" in str(found)
 
 
 @each_form

@@ -401,10 +401,16 @@ class OracleMoEMethod(StockFallback):
 
     def _read_weights(self, layer: Any) -> dict[str, Tensor]:
         """The layer's loaded parameters by canonical name, validated."""
+        parameters = dict(layer.named_parameters(recurse=False))
         found: dict[str, Tensor] = self._scheme().read(
-            dict(layer.named_parameters(recurse=False)), self.decision.problem
+            parameters, self.decision.problem, functools.partial(self._was_loaded, layer)
         )
         return found
+
+    def _was_loaded(self, layer: Any, name: str, shard: str, expert: int) -> bool:
+        """Whether a loader has brought an expert's part of a parameter; see `_checks.WasLoaded`."""
+        local_expert = functools.partial(self.adapter.local_expert, layer)
+        return weight_loading.was_loaded(getattr(layer, name), shard, expert, local_expert)
 
     @staticmethod
     def _is_processed(layer: Any) -> bool:

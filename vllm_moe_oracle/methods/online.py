@@ -7,6 +7,7 @@ vLLM's, with a better error message and the choice of scale rules.
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from ..core.problem import MX_BLOCK, Scheme
 from ..errors import CheckpointError
 from ..quantization import ONLINE_SCHEMES
 from ..schemes import mxfp8
+from ..schemes._checks import require_loaded
 from . import backend_check, rank_comparison, rank_sync, weight_loading
 from .base import PROCESSED_ATTRIBUTE, OracleMoEMethod
 
@@ -200,11 +202,19 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
         """The weights to quantize, by canonical name."""
         if self._requantization_source() is not None:
             return dict(zip(("w13", "w2"), self.get_weights_for_quantization(layer), strict=True))
+        names = {own: f"{own}_weight" for own in ("w13", "w2")}
+        weights = {own: getattr(layer, name) for own, name in names.items()}
         if self.moe_kernel is not None or not self.adapter.uses_dummy_weights():
             parameters = dict(layer.named_parameters(recurse=False))
             weight_loading.check_all_loaded(parameters, self.decision.problem.layer)
             weight_loading.fill_unloaded(parameters.values())
-        return {own: getattr(layer, f"{own}_weight") for own in ("w13", "w2")}
+            was_loaded = functools.partial(super()._was_loaded, layer)
+            require_loaded(weights, names, dict.fromkeys(names, _NAN_BYTE), self.decision.problem, was_loaded)
+        return weights
+
+    def _was_loaded(self, layer: Any, name: str, shard: str, expert: int) -> bool:
+        """As for other methods; codes and scales were not loaded, but computed from weights that were."""
+        return not name.endswith("_bias") or super()._was_loaded(layer, name, shard, expert)
 
     def _retain_kernel_parameters(self) -> None:
         """Takes the kernel's parameters, the biases, off vLLM's list of those that requantization deletes."""

@@ -2,9 +2,10 @@
 
 The loader's copy converts dtypes and broadcasts shapes silently; of two tensors for one place the last counts; and a
 parameter that is never loaded keeps what its memory held. So the loader checks dtype and shape first, and that nothing
-is loaded over other values. A parameter's memory is filled with a sentinel: a byte that no checkpoint holds. It is
-filled when the layer is made, and again when vLLM allocates new memory, in a layer-wise reload and in online
-quantization. The sentinel is an attribute of the parameter, which vLLM copies.
+is loaded over other values. A parameter's memory is filled with a sentinel: a byte that hardly any checkpoint holds. It
+is filled when the layer is made, and again when vLLM allocates new memory, in a layer-wise reload and in online
+quantization. The sentinel is an attribute of the parameter, which vLLM copies. Loaders also note what they bring, which
+tells a checkpoint that does hold the sentinel from one that lacks a tensor.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ _loaded_places: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The set of places of a parameter that were loaded; None once its layer is complete. Keyed by the object: a reload has
 new ones."""
 
+_brought: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""What loaders have brought into a parameter, as pairs of shard and expert over all ranks; the expert is None for all
+experts of this rank, and the shard "" for all shards. Keyed by the object."""
+
 
 def validating_loader(
     loader: Callable[..., Any],
@@ -67,6 +72,7 @@ def validating_loader(
         with rank_sync.notify_on_failure(group, topic):
             fill_once(param)
             tensor = validated_tensor(param, loaded_weight, problem, *args, **kwargs)
+            _note_brought(param, tensor, *args, **kwargs)
             name, shard, expert = _place(*args, **kwargs)
             local = None
             if expert is not None and layer is not None and tensor.ndim < param.ndim:
@@ -128,6 +134,29 @@ def require_equal(held: Tensor, new: Tensor, where: str) -> None:
         raise CheckpointError(rule, remedy, where)
 
 
+def _note_brought(param: Tensor, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Notes what a loader brings; arguments as it gets them."""
+    if not param.is_meta:  # there vLLM only counts elements
+        _, shard, expert = _place(*args, **kwargs)
+        part = shard or "", None if loaded_weight.ndim >= param.ndim else expert
+        if param not in _brought:
+            _brought[param] = set()
+        _brought[param].add(part)
+
+
+def was_loaded(parameter: Tensor, shard: str, expert: int, local_expert: Callable[[int], int]) -> bool:
+    """Whether a loader of `validating_loader` or `filling_loader` has brought an expert's part of a parameter.
+
+    Args:
+        parameter: `[local_experts, ...]`.
+        shard: vLLM's name of the part.
+        expert: local expert number.
+        local_expert: this rank's number of an expert over all ranks, or -1.
+    """
+    parts: set[tuple[str, int | None]] = _brought.get(parameter, set())  # type: ignore[no-untyped-call]
+    return any(each in ("", shard) and (number is None or local_expert(number) == expert) for each, number in parts)
+
+
 def rounding_loss(values: Tensor, dtype: torch.dtype) -> float:
     """The largest relative error of a floating-point tensor's numbers, but for zeros, in another dtype."""
     if values.is_meta or values.dtype == dtype or not values.is_floating_point() or not values.numel():
@@ -146,9 +175,12 @@ def end_load(parameters: Iterable[Tensor]) -> None:
 def filling_loader(loader: Callable[..., Any]) -> Callable[..., Any]:
     """A loader that fills a parameter's new memory with the sentinel first; otherwise as `validating_loader`."""
 
-    def load_filled(load: Callable[..., Any], layer: Any, param: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+    def load_filled(
+        load: Callable[..., Any], layer: Any, param: nn.Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         fill_once(param)
-        return load(param, *args, **kwargs)
+        _note_brought(param, loaded_weight, *args, **kwargs)
+        return load(param, loaded_weight, *args, **kwargs)
 
     return _around(loader, load_filled)
 

@@ -317,7 +317,7 @@ class Wna16MoEMethod(OracleMoEMethod):
                 data, canonical, problem, self.moe.moe_parallel_config.tp_rank
             ):
                 place.zero_()
-        return super()._read_weights(layer)
+        return _wna16_parameters.read(dict(layer.named_parameters(recurse=False)), problem)
 
     def _check_all_loaded(self) -> None:
         problem = self.decision.problem

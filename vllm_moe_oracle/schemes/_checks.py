@@ -67,8 +67,75 @@ def require_finite(values: Tensor, kind: str, name: str, problem: Problem) -> No
         count += found
     if count:
         rule = f"{count} of {values.numel()} {kind} in {name} are NaN or infinite; {first}"
-        remedy = "The checkpoint is damaged, one was never loaded, or the model's dtype cannot represent the values"
+        remedy = "The checkpoint is damaged, or the model's dtype cannot represent the values"
         raise CheckpointError(rule, remedy, problem.layer)
+
+
+WasLoaded = Callable[[str, str, int], bool]
+"""Whether a loader has brought a part of a parameter: by the parameter's name, vLLM's shard (``w1`` gate, or the only
+one before the activation; ``w2`` down; ``w3`` up), and local expert."""
+
+
+def require_loaded(
+    tensors: Mapping[str, Tensor],
+    names: Mapping[str, str],
+    unloaded: Mapping[str, int],
+    problem: Problem,
+    was_loaded: WasLoaded | None = None,
+) -> set[str]:
+    """Refuses a layer in which an expert's matrix, scales or biases still hold the bytes that filled them before
+    loading, and that no loader has brought. A checkpoint may hold these bytes, too: it is damaged where they are NaN.
+
+    Args:
+        tensors: `[local_experts, rows, ...]` each, by canonical name.
+        names: parameter name by canonical name.
+        unloaded: the byte by canonical name.
+        problem: the layer.
+        was_loaded: what loaders have brought; None where nobody knows, and the bytes alone decide.
+
+    Returns:
+        Canonical names of tensors that hold nothing but such bytes for some expert's matrix, which a loader brought.
+
+    Raises:
+        CheckpointError: something was never loaded. The message names the first such part of a parameter, and counts
+            them.
+    """
+    brought: set[str] = set()
+    for canonical, byte in unloaded.items():
+        if canonical not in tensors:
+            continue
+        name, missing = names[canonical], []
+        for order, (shard, projection, rows) in enumerate(_projections(tensors[canonical], canonical, problem)):
+            mark = int.from_bytes(bytes([byte]) * rows.element_size(), "little", signed=rows.dtype != torch.uint8)
+            # The first row decides for nearly every matrix: comparing all rows needs a temporary as large as the layer.
+            for expert in (rows[:, 0] == mark).all(-1).nonzero().flatten().tolist():
+                if not bool((rows[expert] == mark).all()):
+                    continue
+                if was_loaded is not None and was_loaded(name, shard, expert):
+                    brought.add(canonical)
+                else:
+                    missing.append((expert, order, projection))
+        if missing:
+            expert, _, projection = min(missing)
+            what = {"scale": "the scales of ", "bias": "the biases of "}.get(canonical.partition("_")[2], "")
+            were, it = ("were", "them") if what else ("was", "it")
+            rule = f"{what}the {projection} projection of local expert {expert} {were} never loaded"
+            remedy = f"The checkpoint lacks {it}, or names {it} differently ({len(missing)} such in {name})"
+            raise CheckpointError(rule, remedy, problem.layer)
+    return brought
+
+
+def _projections(tensor: Tensor, canonical: str, problem: Problem) -> list[tuple[str, str, Tensor]]:
+    """The parts of a parameter that loaders bring: vLLM's shard, the projection's name for messages, and the rows as
+    integers `[experts, rows, columns]`."""
+    bits = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    bits = bits if bits.ndim > 2 else bits.unsqueeze(-1)
+    if canonical.startswith("w2"):
+        return [("w2", "down", bits)]
+    if not problem.activation.gated:
+        return [("w1", "up", bits)]
+    gate, up = (bits[:, ::2], bits[:, 1::2]) if problem.activation.interleaved else bits.chunk(2, dim=1)
+    return [("w1", "gate", gate), ("w3", "up", up)]
 
 
 def expert_chunks(values: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -16,11 +16,13 @@ from ..core.problem import E8M0_BIAS, E8M0_MAX, E8M0_NAN, MX_BLOCK, Problem
 from ..errors import CheckpointError
 from ._checks import (
     FLOAT_DTYPES,
+    WasLoaded,
     dtype_name,
     first_place,
     largest_weight,
     require_biases_within,
     require_finite,
+    require_loaded,
     require_weights_within,
 )
 
@@ -48,8 +50,8 @@ UNLOADED = {
     scheme: {"w13": code, "w2": code, "w13_scale": E8M0_NAN, "w2_scale": E8M0_NAN, "w13_bias": 0xFF, "w2_bias": 0xFF}
     for scheme, code in {"mxfp8": _E4M3_NAN, "mxfp4": _E2M1_NEGATIVE_ZEROS}.items()
 }
-"""Bytes that mark what was not loaded yet, by scheme and canonical name. No checkpoint holds NaN, nor a matrix of
-negative zeros only; every byte of MXFP4 weights is a valid pair of codes."""
+"""Bytes that mark what was not loaded yet, by scheme and canonical name: NaN, and negative zeros where every byte is a
+valid pair of codes."""
 
 DUMMY_FILL = {"w13_scale": E8M0_BIAS - 7, "w2_scale": E8M0_BIAS - 7}
 """Scale bytes for vLLM's ``load_format="dummy"``, by canonical name: 2**-7."""
@@ -86,24 +88,27 @@ def shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor]:
+def read(parameters: Mapping[str, Tensor], problem: Problem, was_loaded: WasLoaded | None = None) -> dict[str, Tensor]:
     """A layer's loaded parameters by canonical name, checked and not copied.
 
     Args:
         parameters: by the names in `parameter_names`; others are ignored.
         problem: the layer, whose shapes the tensors must have.
+        was_loaded: see `_checks.require_loaded`.
 
     Returns:
         The parameters' own tensors; the scheme's `canonical_expert` orders their rows.
 
     Raises:
-        CheckpointError: a tensor is missing or has the wrong dtype or shape, an expert's matrix was never loaded, a
-            scale is NaN (255), or a bias is NaN or infinite.
+        CheckpointError: a tensor is missing or has the wrong dtype or shape, a part of one was never loaded, a scale is
+            NaN (255), all codes of an expert's matrix are NaN, or a bias is NaN or infinite.
     """
     names = parameter_names(problem)
     tensors = _check_parameters(parameters, names, problem)
-    _require_loaded(tensors, names, UNLOADED[problem.scheme.name], problem)
+    brought = require_loaded(tensors, names, UNLOADED[problem.scheme.name], problem, was_loaded)
     _require_numbers(tensors, names, problem)
+    if problem.scheme.name == "mxfp8" and brought & {"w13", "w2"}:
+        require_codes(tensors, problem)
     return tensors
 
 
@@ -130,32 +135,6 @@ def _check_parameters(
     return tensors
 
 
-def _require_loaded(
-    tensors: Mapping[str, Tensor], names: Mapping[str, str], unloaded: Mapping[str, int], problem: Problem
-) -> None:
-    """Refuses a layer in which an expert's matrix still holds the bytes that filled it before loading. The message
-    names the first such matrix and counts all of them."""
-    for canonical in ("w13", "w2"):
-        data = tensors[canonical].view(torch.uint8)
-        matrices = {"down" if canonical == "w2" else "up": data}
-        if canonical == "w13" and problem.activation.gated:
-            matrices = {"gate": data[:, ::2], "up": data[:, 1::2]}
-            if not problem.activation.interleaved:
-                matrices = dict(zip(matrices, data.chunk(2, dim=1), strict=True))
-        # The first row decides for nearly every matrix: comparing all rows needs a temporary as large as the layer.
-        missing = [
-            (expert, matrix)
-            for matrix, rows in matrices.items()
-            for expert in (rows[:, 0] == unloaded[canonical]).all(-1).nonzero().flatten().tolist()
-            if bool((rows[expert] == unloaded[canonical]).all())
-        ]
-        if missing:
-            expert, matrix = min(missing)
-            rule = f"the {matrix} projection of local expert {expert} was never loaded"
-            remedy = f"The checkpoint lacks it, or names it differently ({len(missing)} such in {names[canonical]})"
-            raise CheckpointError(rule, remedy, problem.layer)
-
-
 def _require_numbers(tensors: Mapping[str, Tensor], names: Mapping[str, str], problem: Problem) -> None:
     """Refuses NaN scales, and NaN or infinite biases."""
     for canonical in ("w13_scale", "w2_scale"):
@@ -165,7 +144,7 @@ def _require_numbers(tensors: Mapping[str, Tensor], names: Mapping[str, str], pr
         if bad:
             rule = f"{bad} of {scales.numel()} scales in {names[canonical]} are NaN (e8m0 code 255)"
             rule += f"; {first_place(scales == E8M0_NAN, scales)}"
-            raise CheckpointError(rule, "The checkpoint is damaged, or a scale was never loaded", problem.layer)
+            raise CheckpointError(rule, "The checkpoint is damaged", problem.layer)
     # The self-check replaces the checkpoint's biases by its own and would not find these.
     for canonical in ("w13_bias", "w2_bias"):
         if canonical in tensors:
@@ -196,7 +175,7 @@ def require_codes(tensors: Mapping[str, Tensor], problem: Problem) -> None:
             counted = f" of {len(damaged)} of {len(codes)} local experts" if len(codes) > 1 else ""
             rule = f"codes in {names[canonical]}{counted} are NaN (e4m3 codes 127 and 255)"
             rule += f"; {first_place(bad, code, damaged[0])}"
-            raise CheckpointError(rule, "The checkpoint is damaged, or a weight was never loaded", problem.layer)
+            raise CheckpointError(rule, "The checkpoint is damaged", problem.layer)
 
 
 def require_products(

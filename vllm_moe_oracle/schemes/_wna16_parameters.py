@@ -231,7 +231,7 @@ def _check_group_index(groups: Tensor, name: str, problem: Problem) -> None:
     size = problem.scheme.group_size
     count = matrix_sizes(problem)["w2" if name.startswith("w2") else "w13"][2]
     low, high = (int(end) for end in torch.aminmax(groups))
-    remedy = "The checkpoint is damaged, or its group index was never loaded"
+    remedy = "The checkpoint is damaged"
     if low < 0 or high >= count:
         rule = f"{name} has groups from {low} to {high}; there are {count} of {size} input features"
         raise CheckpointError(rule, remedy, problem.layer)

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..core.problem import E8M0_NAN, MX_BLOCK, Problem
 from ..errors import CheckpointError
 from . import _mx
+from ._checks import WasLoaded
 from ._mx import CANONICAL_NAMES, DUMMY_FILL, ScaleRule, e8m0_to_float, parameter_names, shapes
 
 __all__ = [
@@ -57,7 +58,7 @@ e8m0_from_amax = functools.partial(_mx.e8m0_from_amax, largest=E4M3_MAX)
 """The e8m0 code of each block from its largest magnitude; ``ceil`` is vLLM's own, ``floor`` floor(log2(amax)) - 8."""
 
 
-def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor]:
+def read(parameters: Mapping[str, Tensor], problem: Problem, was_loaded: WasLoaded | None = None) -> dict[str, Tensor]:
     """A layer's loaded parameters as canonical tensors: ModelOpt's layout is the canonical one.
 
     Raises:
@@ -67,7 +68,7 @@ def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor
     if problem.activation.interleaved:
         rule = "the rows of w13_weight alternate gate and up; MXFP8 is read as gate rows, then up rows"
         raise CheckpointError(rule, where=problem.layer)
-    return _mx.read(parameters, problem)
+    return _mx.read(parameters, problem, was_loaded)
 
 
 def canonical_expert(expert: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor]:
