@@ -185,7 +185,9 @@ def _log_unknown_backends(chosen: Settings) -> None:
 def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The ``load_model`` of vLLM's worker; ranks with layers of ours hear of its failure."""
     try:
-        return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+        _check_correction_biases()
+        return result
     except BaseException as error:  # an extension module's panic is no Exception
         if "vllm_moe_oracle.methods.rank_comparison" in sys.modules:  # else no layer is ours, and no rank waits
             from .methods import rank_comparison
@@ -204,6 +206,14 @@ def _build_model(original: Any, *args: Any, **kwargs: Any) -> Any:
     return model
 
 
+def _check_correction_biases() -> None:
+    """Checks them, where all tensors are loaded; a layer may be converted before its router is."""
+    if "vllm_moe_oracle.methods.correction_bias" in sys.modules:  # else no layer is ours
+        from .methods import correction_bias
+
+        correction_bias.check_all()
+
+
 def _finish_reload(original: Any, *args: Any, **kwargs: Any) -> Any:
     """vLLM's end of a load by layer. Reloaded weights are where kernels read them then."""
     result = original(*args, **kwargs)
@@ -211,6 +221,7 @@ def _finish_reload(original: Any, *args: Any, **kwargs: Any) -> Any:
         from .methods import backend_check
 
         backend_check.check_reloaded()
+    _check_correction_biases()
     return result
 
 

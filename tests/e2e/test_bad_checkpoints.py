@@ -148,6 +148,13 @@ def outcomes(folder: Path) -> Results:
         made[name] = job(path, "bfloat16", 1)
     made["two files"] = job(with_second_file(plain, folder / "two", f"{LAYER}.down_proj_scales", 1), "bfloat16", 1)
     made["equal files"] = job(with_second_file(plain, folder / "equal", f"{LAYER}.down_proj_scales", 0), "bfloat16", 1)
+    plain = checkpoints.write_checkpoint(folder / "glm4_moe", arch="glm4_moe")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    for name, change in (
+        ("no correction bias", lambda tensors: tensors.pop(bias)),
+        ("NaN in a correction bias", lambda tensors: tensors[bias][2:3].fill_(torch.nan)),
+    ):
+        made[name] = job(checkpoints.rewrite_tensors(plain, folder / name, change), "bfloat16", 1)
     return vllm_runner.run("run_generate.py", made, folder)
 
 
@@ -184,6 +191,13 @@ def test_biases_that_the_model_has_and_the_file_lacks(outcomes: Results, name: s
 def test_a_tensor_that_two_files_hold_with_different_values(outcomes: Results, name: str, place: str) -> None:
     error = outcomes[name]["error"]
     assert LAYER in error and f".{place}: the checkpoint has two tensors for it, with different values" in error
+
+
+def test_a_correction_bias_is_damaged_but_not_missed(outcomes: Results) -> None:
+    """vLLM serves a quantized model whose files lack it."""
+    error = outcomes["NaN in a correction bias"]["error"]
+    assert f"{LAYER}: 1 of 8 values of the router's correction bias are NaN or infinite; the first is nan of" in error
+    assert "error" not in outcomes["no correction bias"]
 
 
 def test_a_tensor_that_two_files_hold_alike(outcomes: Results) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -185,6 +186,58 @@ def test_routing_weights_that_no_layer_can_have(model: Path, tmp_path: Path, mon
     with pytest.raises(CheckpointError, match="routing weights that are NaN, infinite or larger than 65536") as raised:
         changed(model, tmp_path / "changed", ROUTER, lambda router: router * 1e8)
     assert raised.value.where.startswith(ROUTER)
+
+
+CORRECTED = Routing("minimax2", "sigmoid", correction_bias=True)
+BLOCK = "model.layers.0.mlp"
+CORRECTIONS = [
+    ("gate.e_score_correction_bias", "DeepSeek-V3"), ("e_score_correction_bias", "MiniMax-M2"),
+    ("gate.bias", "DeepSeek-V4"), ("expert_bias", "AFMoE, LFM2"), ("gate.expert_bias", "Ling, Param2MoE"),
+    ("experts.e_score_correction_bias", "Laguna"), ("router.e_score_correction_bias", "LongCat-Flash"),
+    ("moe_statics.e_score_correction_bias", "ERNIE-4.5"), ("router_bias", "Step-3.5"),
+]  # fmt: skip
+
+
+def corrected(model: Path, target: Path, name: str, bias: Tensor | None, how: Routing = CORRECTED) -> LayerInputs:
+    """The inputs of the first layer, whose routing is corrected by a bias of some name; None: the files have none."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        if bias is not None:
+            tensors[f"{BLOCK}.{name}"] = bias
+
+    folder = rewrite_tensors(model, target, edit)
+    with verifying.Verification(read_checkpoint(folder), detect.detect(), settings.load({})) as made:
+        (plan,) = made.plans
+        assert plan.tensors is not None
+        layer = dataclasses.replace(plan.tensors, problem=dataclasses.replace(plan.problem, routing=how))
+        return TokenStream(made.files, plan.problem.hidden_size, made.gemma_norms).inputs(layer)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in CORRECTIONS])
+@pytest.mark.parametrize("leading", [(), (1,)])
+def test_the_routers_correction_bias_is_found(model: Path, tmp_path: Path, name: str, leading: tuple[int, ...]) -> None:
+    for expert in range(4):
+        bias = torch.zeros(*leading, 4)
+        bias[..., expert] = 5.0
+        found = corrected(model, tmp_path / str(expert), name, bias)
+        assert bool((found.ids == expert).any(-1).all())
+        assert bool((found.weights < 1).all())  # weights have no bias in them
+
+
+@pytest.mark.parametrize("how", [CORRECTED, Routing("custom", "sigmoid", correction_bias=True)])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_damaged_correction_bias_is_named(model: Path, tmp_path: Path, how: Routing, value: float) -> None:
+    name = "gate.expert_bias"
+    with pytest.raises(CheckpointError, match="1 of 4 values are NaN or infinite") as raised:
+        corrected(model, tmp_path / "model", name, torch.tensor([0.0, value, 0.0, 0.0]), how)
+    assert raised.value.where.startswith(f"{BLOCK}.{name} (model.safetensors), router")
+
+
+def test_files_without_a_correction_bias_are_routed_as_by_zeros(model: Path, tmp_path: Path) -> None:
+    """As by vLLM's Param2MoE."""
+    without = corrected(model, tmp_path / "without", "", None)
+    zeros = corrected(model, tmp_path / "zeros", "gate.expert_bias", torch.zeros(4))
+    assert torch.equal(without.ids, zeros.ids) and torch.equal(without.weights, zeros.weights)
 
 
 def test_scores_of_large_logits_are_finite() -> None:

@@ -36,6 +36,7 @@ from ..verification.converted_layer import InstalledLayer, WeightParts
 from . import (
     backend_check,
     backend_selection,
+    correction_bias,
     first_start,
     load_summary,
     rank_comparison,
@@ -154,6 +155,7 @@ class OracleMoEMethod(StockFallback):
         backend_selection.select_backend(self, name, lambda: decide_here().with_activation_note(declared, requested_by))
         self.experts_cls = self.announced_cls = self.adapter.experts_class(self.backend)
         load_summary.record_decision(self.decision, chosen)
+        correction_bias.watch(layer, name)
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, *args: Any, **kwargs: Any

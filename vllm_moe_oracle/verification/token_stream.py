@@ -33,7 +33,11 @@ _NORMS = (
     "pre_ff_layernorm", "pre_mlp_layernorm", "ln_2", "norm", "input_layernorm",
 )  # fmt: skip
 _ROUTERS = ("gate", "router", "router.layer", "router.proj", "gate.wg")
-_CORRECTIONS = ("gate.e_score_correction_bias", "e_score_correction_bias", "gate.bias", "expert_bias")
+_CORRECTIONS = (
+    "gate.e_score_correction_bias", "e_score_correction_bias", "gate.bias", "expert_bias", "gate.expert_bias",
+    "experts.e_score_correction_bias", "router.e_score_correction_bias", "moe_statics.e_score_correction_bias",
+    "router_bias",
+)  # fmt: skip
 
 _EPSILON = 1e-6
 
@@ -192,10 +196,9 @@ class TokenStream:
             how, words = Routing("renormalize"), f"{words} by softmax"
             reference = routing.ROUTING_REFERENCES[how.method]
         correction = None
-        if reference.uses_bias:
+        if reference.uses_bias or problem.routing.correction_bias:  # one that is not used may be damaged, too
             places = (f"{block}.{each}" for each in _CORRECTIONS)
             correction = next((found for each in places if (found := self._vector_of(each, problem)) is not None), None)
-            correction = torch.zeros(problem.num_experts) if correction is None else correction
         weights, ids = routing.route(how, problem.top_k, logits, correction)
         if not bool((weights.abs() <= _MOST).all()):  # NaN is not
             rule = f"it makes routing weights that are NaN, infinite or larger than {_MOST:.0f}"
@@ -224,10 +227,13 @@ class TokenStream:
         return [f"{block}.{each}.{ending}" for each in _ROUTERS]
 
     def _vector_of(self, name: str, problem: Problem) -> Tensor | None:
-        """A value for each expert; None where the files have none of that name and shape."""
-        if name not in self._files or self._files.meta(name).shape != (problem.num_experts,):
+        """A value for each expert; None where the files have none of that name and shape. ERNIE-4.5's have a leading
+        dimension of 1, which vLLM's loader takes away."""
+        shapes = (problem.num_experts,), (1, problem.num_experts)
+        if name not in self._files or tuple(self._files.meta(name).shape) not in shapes:
             return None
-        return self._vector(name, "router")
+        found = self._vector(name, "router")
+        return None if found is None else found.flatten()
 
 
 def _fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
