@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.lib import stock_code
 from tests.lib.configs import INT4, PACKED, compressed, group
+from tests.lib.releases import every_release
 from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 from vllm_moe_oracle.checkpoint.ranks import Ranks
 from vllm_moe_oracle.cli.main import app
-from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.errors import CheckpointError, DeploymentError
 from vllm_moe_oracle.quantization import _BY_METHOD, METHOD_ALIASES, ONLINE_SCHEMES, UNSUPPORTED_ONLINE
 
 CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
@@ -43,6 +46,24 @@ def test_every_layer_gets_the_requested_online_scheme(name: str, tmp_path: Path)
     assert {problem.scheme for problem in found.problems} == {ONLINE_SCHEMES[name]}
     assert {problem.scheme.packing for problem in found.problems} == {"online"}
     assert found.method == name
+
+
+@every_release
+def test_a_release_has_the_schemes_that_are_read_for_it(release: str, tmp_path: Path) -> None:
+    (shorthands,) = (
+        node.value
+        for node in stock_code.tree(release, "vllm/config/quantization.py").body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_ONLINE_SHORTHANDS"
+    )
+    assert isinstance(shorthands, ast.Dict)
+    theirs = {key.value for key in shorthands.keys if isinstance(key, ast.Constant)}
+    read = read_checkpoint(written(tmp_path))
+    for name in ONLINE_SCHEMES:
+        if name in theirs:
+            assert find_moe_layers(read, online=name, vllm=release).problems
+        else:
+            with pytest.raises(DeploymentError, match=r"at loading from 0\.28\.0 on\. Serve it with such a release"):
+                find_moe_layers(read, online=name, vllm=release)
 
 
 def test_they_are_what_the_methods_quantize_to() -> None:

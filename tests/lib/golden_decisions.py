@@ -6,21 +6,24 @@ the chosen backend and the reason codes of all candidates. The full text of ten 
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 
-from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, load
+from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, UncachedFunctools, exists, load, tree
 from vllm_moe_oracle.core.decision import Candidate, Decision
 from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.oracle.stock_choice import StockChoice
 from vllm_moe_oracle.releases.supported import DEFAULT_PACKAGES
 from vllm_moe_oracle.settings import Settings
 
@@ -65,86 +68,130 @@ def device_of(capability: int) -> Device:
     return Device("cuda", GPUS[capability], capability, packages=PACKAGES)
 
 
-def with_base_class(found: Any, kinds: Mapping[str, Any]) -> Any:
-    """A stock expert class with the base class that it has in vLLM, which is in another file."""
-    base = kinds["FusedMoEExpertsMonolithic" if "Monolithic" in found.__name__ else "FusedMoEExpertsModular"]
-    return type(found.__name__, (found, base), {})
+_OF_AITER = ("is_enabled", "is_fused_moe_enabled")
+"""Whether AMD's kernels are installed: never."""
 
 
-STOCK_CLASSES = {
-    "MARLIN": ("marlin_moe", ("MarlinExperts",)),
-    "BATCHED_MARLIN": ("marlin_moe", ("BatchedMarlinExperts",)),
-    "HUMMING": (
-        "fused_humming_moe",
-        ("BatchedHummingGroupedExperts", "HummingGroupedExperts", "HummingIndexedExperts"),
-    ),
-}  # fmt: skip
-"""Files and classes behind stock's names of backends that it has for every scheme, in its own order."""
+class QuantKey(SimpleNamespace):
+    """vLLM's type of quantized numbers: equal to itself alone."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    @classmethod
+    def named(cls, *names: str) -> dict[str, QuantKey]:
+        """One of each name, without a second scale."""
+        return {name: cls(dtype=object(), scale=object(), scale2=None) for name in names}
 
 
 @dataclass(frozen=True)
 class StockInstall:
-    """A stock install of the newest release on a GPU.
+    """A stock install of a release on a GPU, or on a CPU without AMX.
 
     Attributes:
+        release: vLLM's version.
         platform: vLLM's platform.
         kinds: names of the file of the modular kernels.
         activations: vLLM's enumeration of activations.
+        methods: vLLM's enumeration of routing methods.
         names: what files of stock's expert classes import.
-        prioritizes_humming: stock's function of that name.
     """
 
+    release: str
     platform: Platform
     kinds: Mapping[str, Any]
     activations: Any
+    methods: Any
     names: dict[str, Any]
-    prioritizes_humming: Callable[..., bool]
+
+    def oracle(self, scheme: str, **given: Any) -> dict[str, Any]:
+        """The names of stock's file that lists the kernels of a scheme, the expert classes among them.
+
+        Args:
+            scheme: the file, such as ``mxfp4``.
+            given: what it and the files of the classes import, besides `names`.
+        """
+        path, given = f"{FUSED_MOE}/oracle/{scheme}.py", {**self.names, **given}
+        classes = {
+            alias.name: self.expert_class(node.module, alias.name, **given)
+            for node in ast.walk(tree(self.release, path))
+            if isinstance(node, ast.ImportFrom) and node.module and ".fused_moe.experts." in node.module
+            for alias in node.names
+            if "Experts" in alias.name
+        }
+        return load(self.release, path, **{**classes, **given})
+
+    def expert_class(self, module: str, name: str, **given: Any) -> Any:
+        """A stock expert class with the base class that it has in vLLM, which is in another file."""
+        found = load(self.release, f"{module.replace('.', '/')}.py", **{**self.names, **given})[name]
+        base = self.kinds["FusedMoEExpertsMonolithic" if "Monolithic" in name else "FusedMoEExpertsModular"]
+        return type(name, (found, base), {})
 
 
-def stock_install(capability: int, methods: Any, **variables: bool) -> StockInstall:
-    """A stock install on a GPU of a compute capability.
+def stock_install(capability: int, release: str = RELEASE, **variables: bool) -> StockInstall:
+    """A stock install on a GPU of a compute capability, on which every library of kernels is installed.
 
     Args:
-        capability: the compute capability times ten.
-        methods: vLLM's enumeration of routing methods.
+        capability: the compute capability times ten; 0 for a CPU.
+        release: vLLM's version.
         variables: environment variables as `vllm.envs` has them, besides those that every scheme's code reads.
     """
     platform = Platform(capability)
-    env = SimpleNamespace(VLLM_HUMMING_MOE_GEMM_TYPE=None, VLLM_BATCH_INVARIANT=False, **variables)
-    activation = load(RELEASE, f"{FUSED_MOE}/activation.py", current_platform=platform)
-    kinds = load(RELEASE, f"{FUSED_MOE}/modular_kernel.py", current_platform=platform, envs=env)
-    priority = load(RELEASE, f"{QUANTIZATION}/utils/humming/priority.py", current_platform=platform)
+    variables |= {"VLLM_BATCH_INVARIANT": False, "VLLM_CPU_INT4_W4A8": False}
+    env = SimpleNamespace(VLLM_HUMMING_MOE_GEMM_TYPE=None, **variables)
+    activation = load(release, f"{FUSED_MOE}/activation.py", current_platform=platform)
+    kinds = load(release, f"{FUSED_MOE}/modular_kernel.py", current_platform=platform, envs=env)
+    methods = load(release, f"{FUSED_MOE}/config.py")["RoutingMethodType"]
     gemms = {each: SimpleNamespace(value=each.lower()) for each in ("INDEXED", "GROUPED_CONTIGUOUS", "GROUPED_MASKED")}
     asked = ("MoEActivation", "apply_moe_activation_supported", "apply_moe_activation_masked_supported")
     names = {
         "current_platform": platform, "mk": SimpleNamespace(**kinds), "envs": env, "RoutingMethodType": methods,
-        "has_humming": lambda: True, "HummingGemmType": SimpleNamespace(**gemms),
-        **{name: activation[name] for name in asked},
+        "CpuArchEnum": SimpleNamespace(**{each: each for each in ("X86", "ARM", "POWERPC", "S390X", "RISCV")}),
+        "rocm_aiter_ops": MagicMock(**{f"{each}.return_value": False for each in _OF_AITER}),
+        "has_humming": lambda: True, "HummingGemmType": SimpleNamespace(**gemms), "functools": UncachedFunctools,
+        **{name: activation[name] for name in asked if name in activation},
     }  # fmt: skip
-    return StockInstall(platform, kinds, activation["MoEActivation"], names, priority["prioritize_humming"])
+    priority = f"{QUANTIZATION}/utils/humming/priority.py"
+    if exists(release, priority):  # older releases list it first themselves
+        names["prioritize_humming"] = load(release, priority, current_platform=platform)["prioritize_humming"]
+    return StockInstall(release, platform, kinds, activation["MoEActivation"], methods, names)
 
 
 def stock_config(problem: Problem, activation: Any, method: Any, logits: torch.dtype = torch.bfloat16) -> Any:
     """The fields of vLLM's `FusedMoEConfig` that its classes ask; no data parallelism."""
     spread = problem.parallel.ep > 1
     parallel = SimpleNamespace(
-        use_ep=spread, use_all2all_kernels=False, use_ag_rs_all2all_kernels=False, enable_eplb=False,
+        use_ep=spread, use_all2all_kernels=False, use_ag_rs_all2all_kernels=False, enable_eplb=problem.eplb,
         is_sequence_parallel=False, use_fi_nvl_two_sided_kernels=False, use_fi_nvl_one_sided_kernels=False,
-        use_batched_activation_format=False, use_deepep_v2_kernels=False, dp_size=1, ep_size=problem.parallel.ep,
-        tp_size=problem.parallel.tp, use_deepep_ht_kernels=False, use_deepep_ll_kernels=False,
-        use_naive_all2all_kernels=False, use_mori_kernels=False, use_nixl_ep_kernels=False,
+        use_batched_activation_format=problem.parallel.is_batched, use_deepep_v2_kernels=False, dp_size=1,
+        ep_size=problem.parallel.ep, tp_size=problem.parallel.tp, use_deepep_ht_kernels=False,
+        use_deepep_ll_kernels=False, use_naive_all2all_kernels=False, use_mori_kernels=False,
+        use_nixl_ep_kernels=False,
     )  # fmt: skip
     return SimpleNamespace(
         moe_backend="auto", activation=activation, is_act_and_mul=problem.activation.gated,
         moe_parallel_config=parallel, has_hash_routing=False, require_decomposed_backend=False, routing_method=method,
         router_logits_dtype=logits, hidden_dim=problem.hidden_size, hidden_dim_unpadded=problem.hidden_size,
-        is_lora_enabled=False, num_experts=problem.num_experts, num_local_experts=problem.local_experts,
+        is_lora_enabled=problem.lora, num_experts=problem.num_experts, num_local_experts=problem.local_experts,
         has_bias=problem.has_bias, experts_per_token=problem.top_k,
         intermediate_size_per_partition=problem.intermediate_size,
-        intermediate_size_per_partition_unpadded=problem.intermediate_size, in_dtype=torch.bfloat16,
+        intermediate_size_per_partition_unpadded=problem.intermediate_size, in_dtype=getattr(torch, problem.dtype),
         swiglu_limit=problem.activation.limit, swiglu_alpha=None, swiglu_beta=None, activation_situ_beta=None,
         activation_situ_linear_beta=None,
     )  # fmt: skip
+
+
+def agrees(choice: StockChoice | None, stock: Mapping[str, str]) -> bool:
+    """Whether what the rules say of stock is what its code does.
+
+    Args:
+        choice: from `choose_stock`.
+        stock: from `GoldenTable.stock`.
+    """
+    if choice is None:
+        return False
+    if raises := stock.get("raises", ""):
+        return bool(choice.refusal) and raises.startswith(choice.refusal.partition(" (")[0])
+    return (choice.stock_class, choice.refusal) == (stock.get("class"), "")
 
 
 def _decide(problem: Problem, capability: int) -> tuple[Decision | None, tuple[Candidate, ...]]:
@@ -195,7 +242,7 @@ class GoldenTable:
         shard_column: name of the column that says how the layer is sharded.
         shards: its values.
         layer: a model's layer on one rank of such a shard.
-        stock: what stock vLLM does for a layer on a compute capability.
+        stock: what stock vLLM does for a layer on a compute capability (0 for a CPU), in a release.
         difference: the key in `differences` of why a row's decision is not stock's; "" where it is.
         differences: the reasons.
         conditions: further entries of the file's head.
@@ -207,7 +254,7 @@ class GoldenTable:
     shard_column: str
     shards: Iterable[Any]
     layer: Callable[[str, Any], Problem]
-    stock: Callable[[Problem, int], dict[str, str]]
+    stock: Callable[..., dict[str, str]]
     difference: Callable[[Row], str]
     differences: Mapping[str, str]
     conditions: Mapping[str, Any]

@@ -8,13 +8,14 @@ triton_kernels are installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 from tests.lib.cases import problem
-from tests.lib.golden_decisions import RELEASE, STOCK_CLASSES, GoldenTable, stock_config, stock_install, with_base_class
-from tests.lib.stock_code import FUSED_MOE, UncachedFunctools, load
+from tests.lib.golden_decisions import RELEASE, GoldenTable, QuantKey, StockInstall, stock_config, stock_install
+from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, exists
 from vllm_moe_oracle.core.problem import Activation, ActivationPrecision, Problem, Routing, Scheme
 from vllm_moe_oracle.core.sharding import shard_by_blocks
 
@@ -34,23 +35,6 @@ MODELS: dict[str, tuple[int, int, int, int, Activation, bool, str, str, Activati
     "Qwen3-30B-A3B made while it loads": (*_QWEN3, "online", "mxfp4"),
 }
 RANKS = {"TP1": (1, 1), "TP2": (2, 1), "TP4": (4, 1), "TP8": (8, 1), "EP8": (1, 8)}
-CLASS_FILES = {
-    **STOCK_CLASSES,
-    "FLASHINFER_TRTLLM_MXFP4_BF16": (
-        "trtllm_mxfp4_moe", ("TrtLlmMxfp4ExpertsMonolithic", "TrtLlmMxfp4ExpertsModular")
-    ),
-    "FLASHINFER_TRTLLM_MXFP4_MXFP8": (
-        "trtllm_mxfp4_moe", ("TrtLlmMxfp4ExpertsMonolithic", "TrtLlmMxfp4ExpertsModular")
-    ),
-    "FLASHINFER_CUTLASS_MXFP4_BF16": ("flashinfer_cutlass_moe", ("FlashInferExperts",)),
-    "FLASHINFER_CUTLASS_MXFP4_MXFP8": ("flashinfer_cutlass_moe", ("FlashInferExperts",)),
-    "DEEPGEMM_MXFP4": ("deep_gemm_moe", ("DeepGemmFP4Experts",)),
-    "TRITON": ("gpt_oss_triton_kernels_moe", ("OAITritonMxfp4ExpertsMonolithic", "OAITritonExperts")),
-    "CUTLASS_MXFP4_MXFP4": ("cutlass_moe", ("CutlassExpertsMxfp4",)),
-    "EMULATION": ("ocp_mx_emulation_moe", ("OCP_MXQuantizationEmulationTritonExperts",)),
-}  # fmt: skip
-"""Files and classes behind stock's names of backends for CUDA, in its own order: `backend_to_kernel_cls`."""
-
 DIFFERENCES = {
     "unasked": (
         "stock quantizes activations to 8 bits, which neither the checkpoint nor the user asked for; here the first "
@@ -94,56 +78,54 @@ _KEYS = (
 )  # fmt: skip
 
 
-def stock(layer: Problem, capability: int) -> dict[str, str]:
-    """What stock does for the layer: the backend and the class that it chooses."""
-    methods = load(RELEASE, f"{FUSED_MOE}/config.py")["RoutingMethodType"]
-    install = stock_install(capability, methods, VLLM_B12X_MOE_FP4_FORCE_A16=False)
-    keys = {name: SimpleNamespace(dtype=object(), scale=object(), scale2=None) for name in _KEYS}
+@cache
+def _oracle(capability: int, release: str) -> tuple[StockInstall, dict[str, Any]]:
+    """An install of a release, and the names of its file that lists the kernels."""
+    install = stock_install(capability, release, VLLM_B12X_MOE_FP4_FORCE_A16=False)
     given: dict[str, Any] = {
-        **keys, **install.names, "functools": UncachedFunctools,
+        **QuantKey.named(*_KEYS),
         "has_flashinfer": lambda: True, "has_flashinfer_cutlass_fused_moe": lambda: True,
         "has_triton_kernels": lambda: True, "get_triton_kernels_version": lambda: None,
         "ops": SimpleNamespace(mxfp4_experts_quant_supported=lambda capability: 100 <= capability < 120),
-        # Of this release: `CudaPlatform.support_deep_gemm`.
+        # `CudaPlatform.support_deep_gemm` of releases from 0.24 on.
         "is_deep_gemm_supported": lambda: capability == 90 or capability // 10 in (10, 12),
+        "triton_kernels_version": None,
     }  # fmt: skip
-
-    def classes(backend: Any) -> list[Any]:
-        # What is not listed is for other makers' devices, for CPUs, or asks to be named.
-        file, names = CLASS_FILES.get(backend.name, ("marlin_moe", ()))
-        base = ()
-        if backend.name == "EMULATION":
-            base = (load(RELEASE, f"{FUSED_MOE}/experts/triton_moe.py", **given)["TritonExperts"],)
-        found = load(RELEASE, f"{FUSED_MOE}/experts/{file}.py", **given | {each.__name__: each for each in base})
-        return [with_base_class(type(name, (found[name], *base), {}), install.kinds) for name in names]
-
-    oracle = load(
-        RELEASE, f"{FUSED_MOE}/oracle/mxfp4.py", triton_kernels_version=None,
-        **given | {"prioritize_humming": install.prioritizes_humming},
-    )  # fmt: skip
-    oracle["backend_to_kernel_cls"] = classes
+    cutlass = install.expert_class(f"{FUSED_MOE}/experts/cutlass_moe", "CutlassExpertsMxfp4", **given)
+    oracle = install.oracle("mxfp4", CutlassExpertsMxfp4=cutlass, **given)
     oracle["_user_moe_activation_override"] = lambda: None
-    activation, method = install.activations(layer.activation.name), methods[_METHODS[layer.routing.method]]
-    config = stock_config(layer, activation, method)
+    return install, oracle
+
+
+def stock(layer: Problem, capability: int, release: str = RELEASE) -> dict[str, str]:
+    """What stock does for the layer: the backend and the class that it chooses, or what it raises. Nothing where the
+    release has no such layers."""
+    if layer.scheme.packing == "online" and not exists(release, f"{QUANTIZATION}/online/mxfp4.py"):
+        return {}
+    install, oracle = _oracle(capability, release)
+    activation = install.activations(layer.activation.name)
+    config = stock_config(layer, activation, getattr(install.methods, _METHODS[layer.routing.method]))
     if layer.scheme.packing == "compressed-tensors":
-        return _compressed_tensors(classes)
-    if layer.scheme.packing == "mxfp4":
-        chosen, found = oracle["select_deepseek_v4_mxfp4_moe_backend"](config)
-    else:
-        declared = keys["kMxfp4Dynamic"] if layer.scheme.activations == "mxfp4" else None
-        chosen, found = oracle["select_mxfp4_moe_backend"](config, declared)
+        return _compressed_tensors(oracle)
+    try:
+        if layer.scheme.packing == "mxfp4":
+            chosen, found = oracle["select_deepseek_v4_mxfp4_moe_backend"](config)
+        else:
+            declared = oracle["kMxfp4Dynamic"] if layer.scheme.activations == "mxfp4" else None
+            chosen, found = oracle["select_mxfp4_moe_backend"](config, declared)
+    except NotImplementedError as error:
+        return {"backend": "", "class": "", "raises": f"NotImplementedError: {error}"}
     result = {"backend": chosen.value, "class": found.__name__}
     inputs = oracle["_backend_activation_key"](chosen)
     if inputs is not None:
-        result["activations"] = next(name for name, key in keys.items() if key is inputs)
+        result["activations"] = next(name for name in _KEYS if oracle[name] is inputs)
     return result
 
 
-def _compressed_tensors(classes: Callable[[Any], list[Any]]) -> dict[str, str]:
+def _compressed_tensors(oracle: Mapping[str, Any]) -> dict[str, str]:
     """`CompressedTensorsW4A4Mxfp4MoEMethod` asks no list: its weights are for CUTLASS, where that runs, or for Marlin,
     whatever is declared of activations."""
-    (cutlass,) = classes(SimpleNamespace(name="CUTLASS_MXFP4_MXFP4"))
-    if cutlass._supports_current_device():
+    if oracle["CutlassExpertsMxfp4"]._supports_current_device():
         return {"backend": "CUTLASS", "class": "CutlassExpertsMxfp4", "activations": "kMxfp4Dynamic"}
     return {"backend": "MARLIN", "class": "MarlinExperts"}
 

@@ -8,14 +8,13 @@ created or converted, stands in ``raises``.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from functools import cache
 from typing import Any
 
 import torch
 
 from tests.lib.cases import MXFP8_W8A8, RELU2, SILU, problem
-from tests.lib.golden_decisions import RELEASE, STOCK_CLASSES, GoldenTable, stock_config, stock_install, with_base_class
-from tests.lib.stock_code import FUSED_MOE, load
+from tests.lib.golden_decisions import RELEASE, GoldenTable, QuantKey, StockInstall, stock_config, stock_install
 from vllm_moe_oracle.core.problem import Activation, Problem, Routing
 
 TP = (1, 2, 4, 8)
@@ -31,17 +30,6 @@ MODELS: dict[str, tuple[int, int, int, int, Activation, Routing]] = {
 }
 STOCK_ACTIVATIONS = {"silu": "silu", "relu2": "relu2_no_mul"}
 STOCK_ROUTING = {"renormalize": "Renormalize", "minimax2": "MiniMax2", "deepseekv3": "DeepSeekV3"}
-CLASS_FILES = {
-    **STOCK_CLASSES,
-    "FLASHINFER_TRTLLM": ("trtllm_fp8_moe", ("TrtLlmFp8ExpertsMonolithic", "TrtLlmFp8ExpertsModular")),
-    "DEEPGEMM": ("deep_gemm_moe", ("DeepGemmExperts",)),
-    "XPU": ("xpu_moe", ("XPUExpertsFp8", "XPUExpertsMxFp8", "XPUExpertsBlockFp8")),
-    "AITER_MXFP8": ("aiter_mxfp8_moe", ("AiterMxfp8Experts",)),
-    "TRITON_MXFP8": ("mxfp8_native_moe", ("Mxfp8NativeTritonExperts",)),
-    "EMULATION": ("mxfp8_emulation_moe", ("Mxfp8EmulationTritonExperts",)),
-}
-"""Files and classes behind stock's names of backends, in its own order: `backend_to_kernel_cls` in oracle/fp8.py."""
-
 DIFFERENCES = {
     "none": (
         "stock chooses this kernel and raises when the layer's weights are created: a scale group of 32 would be cut "
@@ -60,30 +48,29 @@ def layer(model: str, tp: int) -> Problem:
     )  # fmt: skip
 
 
-def stock(layer: Problem, capability: int) -> dict[str, str]:
-    """What stock does for the layer: the backend and class it chooses, and what it raises later."""
-    methods = load(RELEASE, f"{FUSED_MOE}/config.py")["RoutingMethodType"]
-    install = stock_install(capability, methods)
-    weights, inputs = (SimpleNamespace(dtype=object(), scale=object(), scale2=None) for _ in range(2))
-    given = {
-        **install.names, "kMxfp8Static": weights, "kMxfp8Dynamic": inputs,
+@cache
+def _oracle(capability: int, release: str) -> tuple[StockInstall, dict[str, Any]]:
+    """An install of a release, and the names of its file that lists the kernels."""
+    install = stock_install(capability, release)
+    given: dict[str, Any] = {
+        **QuantKey.named("kMxfp8Static", "kMxfp8Dynamic"),
         "has_flashinfer_trtllm_fused_moe": lambda: True, "is_deep_gemm_supported": install.platform.support_deep_gemm,
     }  # fmt: skip
+    shared = install.oracle("fp8", **given)
+    given |= {name: shared[name] for name in ("Fp8MoeBackend", "backend_to_kernel_cls")}
+    return install, install.oracle("mxfp8", **given)
 
-    def classes(backend: Any) -> list[Any]:
-        file, names = CLASS_FILES[backend.name]
-        found = load(RELEASE, f"{FUSED_MOE}/experts/{file}.py", **given)
-        return [with_base_class(found[name], install.kinds) for name in names]
 
-    backends = load(RELEASE, f"{FUSED_MOE}/oracle/fp8.py")["Fp8MoeBackend"]
-    oracle = load(
-        RELEASE, f"{FUSED_MOE}/oracle/mxfp8.py", Fp8MoeBackend=backends, mk=install.names["mk"],
-        prioritize_humming=install.prioritizes_humming, kMxfp8Static=weights, kMxfp8Dynamic=inputs,
-    )  # fmt: skip
-    oracle["_mxfp8_backend_to_kernel_cls"] = classes
-    activation = install.activations(STOCK_ACTIVATIONS[layer.activation.name])
-    config = stock_config(layer, activation, methods[STOCK_ROUTING[layer.routing.method]], torch.float32)
-    chosen, found = oracle["select_mxfp8_moe_backend"](config=config)
+def stock(layer: Problem, capability: int, release: str = RELEASE) -> dict[str, str]:
+    """What stock does for the layer: the backend and class it chooses, and what it raises, then or later."""
+    install, oracle = _oracle(capability, release)
+    activation = install.activations(STOCK_ACTIVATIONS.get(layer.activation.name, layer.activation.name))
+    method = getattr(install.methods, STOCK_ROUTING[layer.routing.method])
+    config = stock_config(layer, activation, method, torch.float32)
+    try:
+        chosen, found = oracle["select_mxfp8_moe_backend"](config=config)
+    except ValueError as error:
+        return {"backend": "", "class": "", "raises": f"ValueError: {error}"}
     result = {"backend": chosen.value, "class": found.__name__}
     inner = layer.intermediate_size
     if inner % 32:

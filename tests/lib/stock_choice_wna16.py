@@ -8,12 +8,13 @@ Marlin does not fit, act order is refused), and what its methods refuse afterwar
 
 from __future__ import annotations
 
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 from tests.lib.cases import problem
-from tests.lib.golden_decisions import RELEASE, STOCK_CLASSES, GoldenTable, stock_config, stock_install, with_base_class
-from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, load
+from tests.lib.golden_decisions import RELEASE, GoldenTable, StockInstall, stock_config, stock_install
+from tests.lib.stock_code import QUANTIZATION, load
 from vllm_moe_oracle.core.problem import ActOrder, Problem, Routing, Scheme
 
 TP = (1, 2, 4, 8)
@@ -39,13 +40,6 @@ MODELS: dict[str, tuple[tuple[int, int, int, int], Scheme, bool]] = {
     "Qwen3-30B-A3B int4 g128 with biases, GPTQ": (_QWEN3, _scheme("gptq", 4, 128), True),
     "Kimi-K2 int4 g32": ((384, 8, 7168, 2048), _scheme("compressed-tensors", 4, 32), False),
 }
-CLASS_FILES = {
-    **STOCK_CLASSES,
-    "FLASHINFER_TRTLLM": ("trtllm_mxint4_moe", ("TrtLlmMxint4ExpertsMonolithic",)),
-    "TRITON": ("triton_moe", ("TritonWNA16Experts",)),
-}
-"""Files and classes behind stock's names of backends for CUDA, in its own order: `backend_to_kernel_cls`."""
-
 DIFFERENCES = {
     "cut": (
         "stock chooses a kernel and raises when the layer's weights are created: a scale group would be cut between "
@@ -118,37 +112,31 @@ _OF_PACKING = {"awq": "AutoAWQConfig", "gptq": "AutoGPTQConfig", "moe_wna16": "M
                "compressed-tensors": "QuantizationArgs"}  # fmt: skip
 
 
-def stock(layer: Problem, capability: int) -> dict[str, str]:
+@cache
+def _oracle(capability: int, release: str) -> tuple[StockInstall, dict[str, Any]]:
+    """An install of a release, and the names of its file that lists the kernels."""
+    install = stock_install(capability, release)
+    marlin = load(
+        release, f"{QUANTIZATION}/utils/marlin_utils.py", current_platform=install.platform,
+        round_up=lambda a, b: -(-a // b) * b,
+    )  # fmt: skip
+    return install, install.oracle(
+        "int_wna16", **_KEYS, **_CONFIGS, ScalarType=_ScalarType, INT4_DTYPE=_INT4, INT8_DTYPE=_INT8,
+        GroupShape=SimpleNamespace(PER_CHANNEL=None),
+        check_moe_marlin_supports_config=marlin["check_moe_marlin_supports_config"],
+        # VLLM_USE_FLASHINFER_MOE_INT4, which is off.
+        is_flashinfer_mxint4_moe_available=lambda: False,
+    )  # fmt: skip
+
+
+def stock(layer: Problem, capability: int, release: str = RELEASE) -> dict[str, str]:
     """What stock does for the layer: the backend and the class that it chooses, or what it raises."""
     scheme = layer.scheme
     if scheme.act_order == "group":
         return {"backend": "", "class": "", "raises": "ValueError: desc_act=True is no longer supported"}
-    methods = load(RELEASE, f"{FUSED_MOE}/config.py")["RoutingMethodType"]
-    install = stock_install(capability, methods)
-    given: dict[str, Any] = {
-        **_KEYS, **install.names, "ScalarType": _ScalarType,
-        "INT4_DTYPE": _INT4, "INT8_DTYPE": _INT8, "GroupShape": SimpleNamespace(PER_CHANNEL=None),
-        # VLLM_USE_FLASHINFER_MOE_INT4, which is off.
-        "is_flashinfer_mxint4_moe_available": lambda: False,
-    }  # fmt: skip
-
-    def classes(backend: Any) -> list[Any]:
-        # What is not listed is for other makers' devices, for CPUs, or the emulation.
-        file, names = CLASS_FILES.get(backend.name, ("marlin_moe", ()))
-        found = load(RELEASE, f"{FUSED_MOE}/experts/{file}.py", **given)
-        return [with_base_class(found[name], install.kinds) for name in names]
-
-    marlin = load(
-        RELEASE, f"{QUANTIZATION}/utils/marlin_utils.py", current_platform=install.platform,
-        round_up=lambda a, b: -(-a // b) * b,
-    )  # fmt: skip
-    fits = marlin["check_moe_marlin_supports_config"]
-    oracle = load(
-        RELEASE, f"{FUSED_MOE}/oracle/int_wna16.py", prioritize_humming=install.prioritizes_humming,
-        check_moe_marlin_supports_config=fits, **_CONFIGS, **given,
-    )  # fmt: skip
-    oracle["backend_to_kernel_cls"] = classes
-    config = stock_config(layer, install.activations("silu"), methods.Renormalize)
+    install, oracle = _oracle(capability, release)
+    fits = oracle["check_moe_marlin_supports_config"]
+    config = stock_config(layer, install.activations("silu"), install.methods.Renormalize)
     name, padding, bias = _OF_PACKING[scheme.packing], True, scheme.packing in ("awq", "gptq")
     result = {}
     if scheme.packing in ("awq", "gptq") and not fits(config, scheme.group_size, True):

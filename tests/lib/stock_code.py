@@ -165,11 +165,15 @@ class Platform:
         """Never."""
         return False
 
-    is_xpu = is_rocm
+    is_xpu = supports_mx = is_rocm
 
     def is_cpu(self) -> bool:
         """A CPU."""
         return self.capability == 0
+
+    def get_cpu_architecture(self) -> str:
+        """The name of x86 in `CpuArchEnum`."""
+        return "X86"
 
     def has_device_capability(self, capability: Any, device_id: int = 0) -> bool:
         """At least this one."""

@@ -139,7 +139,7 @@ def _find_moe_layers(
 ) -> MoeLayers:
     _check_readable(config, online, vllm)
     names = moe_layer_names(config, vllm)
-    format_of, method = _expert_formats(config, online)
+    format_of, method = _expert_formats(config, online, vllm)
     mtp_names = mtp_layer_names(config, vllm)
     in_files, unread = _experts_in_files(config, (names | mtp_names).values())
     kinds_in_files = _kinds_in_files(in_files, (names | mtp_names).values())
@@ -304,7 +304,7 @@ def _unread_experts_error(config: CheckpointFiles, words: str, online: str, vllm
     where = str(config.path)
     if config.quantization is None and not online:
         return LeftToStockError(f"{words}; the experts are not quantized", _SERVED, where)
-    format_of, _ = _expert_formats(config, online)
+    format_of, _ = _expert_formats(config, online, vllm)
     found = list(dict.fromkeys(format_of(each) for each in all_layer_names(config, vllm)))
     stored = f"{words}; the experts are in {' and '.join(map(describe_format, found[:3]))}"
     if any(isinstance(each, Scheme) for each in found):
@@ -318,13 +318,16 @@ _DBRX_REMEDY = "vLLM's loader of DBRX takes experts in 16 bits or FP8"
 _SERVED = "This plugin serves experts in MXFP8, MXFP4 and integers with 16-bit activations"
 
 
-def _expert_formats(config: CheckpointFiles, online: str) -> tuple[FormatLookup, str]:
+def _expert_formats(config: CheckpointFiles, online: str, vllm: str | None) -> tuple[FormatLookup, str]:
     """What each layer's experts are stored as, or become while they load, and vLLM's name for the quantization."""
     where = str(config.path)
     if config.quantization is None:
         if online in ONLINE_SCHEMES and model_type(config) == EVEN_SPLIT_MODEL_TYPE:
             rule = "vLLM's loader of gpt-oss copies experts in 16 bits past the loader that would quantize them"
             raise DeploymentError(rule, "Serve the checkpoint in MXFP4 that OpenAI publishes", where)
+        if online == "mxfp4" and not min_versions.vllm_at_least(vllm, minimum=min_versions.ONLINE_MXFP4):
+            rule = f"vLLM quantizes to MXFP4 at loading from {min_versions.ONLINE_MXFP4} on"
+            raise DeploymentError(rule, "Serve it with such a release, or say mxfp8", where)
         if online in ONLINE_SCHEMES:
             return lambda layer: ONLINE_SCHEMES[online], online
         if online in UNSUPPORTED_ONLINE:

@@ -69,7 +69,10 @@ def choose_stock(
         moe_backend: vLLM's ``--moe-backend``.
         method: vLLM's name of the checkpoint's quantization, which reads AutoRound's integers by other rules.
     """
-    if moe_backend != AUTO or (method == "inc" and problem.scheme.name == "wna16"):
+    scheme = problem.scheme
+    if moe_backend != AUTO or (method == "inc" and scheme.name == "wna16"):
+        return None
+    if (scheme.name, scheme.packing) == ("mxfp4", "online") and not _is_known(device, min_versions.ONLINE_MXFP4):
         return None
     others = tuple(each.name for each in registry if not is_own(each))
     asked = Settings(allow_activation_quantization=True, disable=others)
@@ -79,7 +82,7 @@ def choose_stock(
             return StockChoice(refusal=str(reason))
     if device.kind == "cpu" and _is_known(device, min_versions.STOCK_RULES_ON_CPU):
         return _on_cpu(problem, device)
-    if device.kind != "cuda" or not _is_known(device, _KNOWN_SINCE[problem.scheme.name]):
+    if device.kind != "cuda" or not _is_known(device, _KNOWN_SINCE[scheme.name]):
         return None
     found = _apart_from_lists(problem, device)
     if found is not None:
@@ -107,26 +110,22 @@ def _is_known(device: Device, since: str) -> bool:
 
 
 def _on_cpu(problem: Problem, device: Device) -> StockChoice | None:
-    """Stock's choice on a CPU. Its class for MXFP4 asks for AMX; which one takes integers, other packages decide."""
+    """Stock's choice on a CPU. Its class for MXFP4 asks for AMX; which one takes integers, other packages decide.
+    Its method for compressed-tensors takes Marlin's class for MXFP4, which cannot run."""
     if problem.scheme.name == "mxfp8":
         plain = problem.activation.name == "silu" and problem.activation.gated and not problem.parallel.is_batched
         return StockChoice("Mxfp8EmulationTritonExperts") if plain else None
-    if problem.scheme.name == "mxfp4" and "amx_tile" not in device.features:
+    listed = problem.scheme.name == "mxfp4" and problem.scheme.packing != "compressed-tensors"
+    if listed and "amx_tile" not in device.features:
         return StockChoice(refusal=f"{_no_kernel('MXFP4')} (its class for CPUs needs AMX)")
     return None
 
 
 def _apart_from_lists(problem: Problem, device: Device) -> StockChoice | None:
     """What stock decides without its list of kernels, or with a class that no backend here wraps."""
-    scheme, size = problem.scheme, problem.intermediate_size
-    if scheme.name == "mxfp8" and scheme.packing == "modelopt" and size % 32:
-        rule = "ValueError: MXFP8 MoE requires intermediate_size_per_partition divisible by 32"
-        return StockChoice(refusal=f"{rule}, got {size}")
+    scheme = problem.scheme
     if scheme.name == "wna16" and scheme.packing == "gptq" and scheme.act_order == "group":
         return StockChoice(refusal="ValueError: desc_act=True is no longer supported")
-    if scheme.name == "wna16" and scheme.packing == "compressed-tensors" and size % max(scheme.group_size, 1):
-        rule = "ValueError: CompressedTensors WNA16 MoE with static group scales requires whole groups"
-        return StockChoice(refusal=rule)
     has_cutlass = 100 <= (device.capability or 0) < 120
     if scheme.name != "mxfp4" or problem.parallel.is_batched:
         return None
@@ -155,24 +154,47 @@ def _listed(wrappers: list[Candidate], problem: Problem, device: Device, registr
     """
     if not _has_known_list(problem):
         return None
-    ignored = NOT_ASKED_BY_STOCK | PADDED_BY_STOCK if problem.scheme.name == "mxfp4" else NOT_ASKED_BY_STOCK
+    scheme, ignored = problem.scheme, NOT_ASKED_BY_STOCK
+    if scheme.name == "mxfp4" or scheme.packing == "modelopt":  # padded, or a cut group is refused later
+        ignored |= PADDED_BY_STOCK
     fallen_back = _falls_back(problem)
+    # Neither the list for MXFP8 nor the method for MoeWNA16 asks for biases, which their classes then drop.
+    if scheme.name == "mxfp8" or scheme.packing == "moe_wna16" or fallen_back:
+        ignored |= {"bias"}
+    if (
+        scheme.packing in ("quark", "online")
+        and scheme.activations == "mxfp4"
+        and not vllm_at_least_on(device, min_versions.CUTLASS_MXFP4_LISTED)
+    ):
+        wrappers = []  # kernels that leave activations in 16 bits do not stand in for others there
     for each in wrappers:
         backend = unchecked(registry[each.backend])
         if not isinstance(backend, StockBackend) or not _is_listed(backend, problem, fallen_back):
             continue
         codes = {reason.code for reason in each.reasons} - _claimed(backend, problem, device)
-        if codes <= ignored | ({"bias"} if fallen_back else set()):
-            if problem.scheme.group_size == -1 and backend.stock_kernel != "MARLIN":
-                return StockChoice(refusal=f'AssertionError: weight_quant.strategy == "group" ({backend.name})')
-            if backend.name == "marlin_mxfp8" and not problem.activation.gated and problem.intermediate_size % 64:
-                rows = f"RuntimeError: {problem.intermediate_size} rows of non-gated experts"
-                return StockChoice(refusal=f"{rows} are padded as if they were twice as many")
-            return StockChoice(backend.stock_class_name, backend.name)
+        # Marlin's class for MXFP8 takes every size.
+        if codes <= ignored | ({"alignment.hidden"} if backend.name == "marlin_mxfp8" else set()):
+            refusal = _refused_later(backend, problem)
+            return StockChoice(refusal=refusal) if refusal else StockChoice(backend.stock_class_name, backend.name)
     if not problem.parallel.is_batched:
         return None  # an emulation of stock's, or an error
     kernel = {"mxfp8": "ValueError: No MXFP8 MoE backends available", "mxfp4": _no_kernel("MXFP4")}
-    return StockChoice(refusal=kernel.get(problem.scheme.name, _no_kernel("WNA16")))
+    return StockChoice(refusal=kernel.get(scheme.name, _no_kernel("WNA16")))
+
+
+def _refused_later(backend: StockBackend, problem: Problem) -> str:
+    """The error with which stock ends after it has chosen a class, when it makes or fills the layer's weights; "" where
+    there is none."""
+    scheme, size = problem.scheme, problem.intermediate_size
+    if scheme.name == "mxfp8" and scheme.packing == "modelopt" and size % 32:
+        return f"ValueError: MXFP8 MoE requires intermediate_size_per_partition divisible by 32, got {size}"
+    if backend.name == "marlin_mxfp8" and not problem.activation.gated and size % 64:
+        return f"RuntimeError: {size} rows of non-gated experts are padded as if they were twice as many"
+    if scheme.name == "wna16" and scheme.group_size == -1 and "MARLIN" not in backend.stock_kernel:
+        return f'AssertionError: weight_quant.strategy == "group" ({backend.name})'
+    if scheme.name == "wna16" and scheme.packing == "compressed-tensors" and size % max(scheme.group_size, 1):
+        return "ValueError: CompressedTensors WNA16 MoE with static group scales requires whole groups"
+    return ""
 
 
 def _no_kernel(scheme: str) -> str:
@@ -193,14 +215,16 @@ def _has_known_list(problem: Problem) -> bool:
     return True
 
 
+def _fits_marlin(problem: Problem) -> bool:
+    """Whether Marlin takes the sizes of a layer with integers (``check_moe_marlin_supports_config``)."""
+    group, size = problem.scheme.group_size, problem.unpadded_intermediate_size or problem.intermediate_size
+    whole = group <= 0 or size % group == 0
+    return problem.hidden_size % 128 == 0 and whole and group in (-1, 32, 64, 128)
+
+
 def _falls_back(problem: Problem) -> bool:
-    """Whether stock reads GPTQ's and AWQ's experts as MoeWNA16, since Marlin does not take the sizes
-    (``check_moe_marlin_supports_config``)."""
-    scheme, size = problem.scheme, problem.unpadded_intermediate_size or problem.intermediate_size
-    if scheme.packing not in ("gptq", "awq"):
-        return False
-    whole = scheme.group_size <= 0 or size % scheme.group_size == 0
-    return not (problem.hidden_size % 128 == 0 and whole and scheme.group_size in (-1, 32, 64, 128))
+    """Whether stock reads GPTQ's and AWQ's experts as MoeWNA16, since Marlin does not take the sizes."""
+    return problem.scheme.packing in ("gptq", "awq") and not _fits_marlin(problem)
 
 
 def _is_listed(backend: Backend, problem: Problem, fallen_back: bool) -> bool:
@@ -215,7 +239,7 @@ def _is_listed(backend: Backend, problem: Problem, fallen_back: bool) -> bool:
         return kernel != "TRITON_UNFUSED" and backend.activations(problem) == "16bit"
     if scheme.name == "wna16":
         if kernel in ("MARLIN", "BATCHED_MARLIN"):
-            return scheme.packing != "moe_wna16" and not fallen_back
+            return scheme.packing != "moe_wna16" and _fits_marlin(problem)
         if kernel == "TRITON":
             return scheme.packing != "awq" or fallen_back
         # vLLM's name of such weights is not among those that Humming's class knows.

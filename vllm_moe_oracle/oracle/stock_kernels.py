@@ -22,6 +22,7 @@ NOT_ASKED_BY_STOCK = frozenset(
         "expert_parallel.placement",
         "expert_parallel.uneven",
         "intermediate.padded",
+        "lora.padding",
     }
 )
 """Codes of reasons for which a wrapper refuses a layer that the class behind it takes. Most such layers get wrong

@@ -68,6 +68,9 @@ MARLIN_WITHOUT_ACT_ORDER = "0.30.0"
 MODELOPT_EXCLUDE_MODULES = "0.33.0"
 """ModelOpt's configs read ``exclude_modules`` beside ``quant_algo``, where there is no ``ignore``."""
 
+ONLINE_MXFP4 = "0.28.0"
+"""vLLM quantizes a checkpoint in 16 bits to MXFP4 while it loads: ``--quantization mxfp4``."""
+
 STOCK_RULES_MXFP8 = "0.24.0"
 """`oracle.stock_choice` gives vLLM's choice of a kernel for MXFP8 on a GPU."""
 
@@ -81,7 +84,8 @@ STOCK_RULES_ON_CPU = "0.32.0"
 """The same for all on a CPU."""
 
 CUTLASS_MXFP4_LISTED = "0.32.0"
-"""vLLM's list of kernels for gpt-oss's format has the one over CUTLASS for MXFP4 on both sides."""
+"""vLLM's list of kernels for gpt-oss's format has the one over CUTLASS for MXFP4 on both sides. Where activations are
+declared, kernels that leave them in 16 bits stand in."""
 
 SITU = "0.27.1"
 """The activation ``situ``. Expert classes that call vLLM's activation functions pass its parameters."""

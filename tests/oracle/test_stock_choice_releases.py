@@ -1,0 +1,118 @@
+"""What stock vLLM takes, by this package's rules, is what the selectors of every release take.
+
+Each release's own functions and expert classes run from its sources, without a GPU: the platform is made up. No release
+is skipped; where the rules do not reach, they must say so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.lib.golden_decisions import GoldenTable, agrees
+from tests.lib.golden_tables import TABLES
+from tests.lib.releases import every_release
+from tests.lib.stock_rules import machine, number
+from vllm_moe_oracle.core.problem import Activation, Problem
+from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.oracle.stock_choice import choose_stock
+from vllm_moe_oracle.releases import min_versions
+
+GPUS = {"A100": 80, "L40S": 89, "H200": 90, "B200": 100}
+"""Compute capabilities."""
+
+KNOWN_SINCE = {
+    "mxfp8": min_versions.STOCK_RULES_MXFP8,
+    "mxfp4": min_versions.STOCK_RULES_MXFP4,
+    "wna16": min_versions.STOCK_RULES_WNA16,
+}
+"""The first release whose choice on a GPU the rules give, by scheme."""
+
+
+def _spread(layer: Problem) -> Problem:
+    """The layer where an all-to-all sorts tokens by expert."""
+    parallel = dataclasses.replace(layer.parallel, tp=1, ep=8, dp=8, format="batched")
+    return dataclasses.replace(layer, local_experts=layer.num_experts // 8, parallel=parallel)
+
+
+def _in_gelu(layer: Problem) -> Problem:
+    """The layer with another activation; those of gpt-oss have their own."""
+    interleaved = layer.activation.interleaved
+    return layer if interleaved else dataclasses.replace(layer, activation=Activation("gelu"))
+
+
+VARIANTS: dict[str, Callable[[Problem], Problem]] = {
+    "as it is": lambda layer: layer,
+    "EPLB": lambda layer: dataclasses.replace(layer, eplb=True),
+    "LoRA": lambda layer: dataclasses.replace(layer, lora=True),
+    "biases": lambda layer: dataclasses.replace(layer, has_bias=True),
+    "float16": lambda layer: dataclasses.replace(layer, dtype="float16"),
+    "gelu": _in_gelu,
+    "another hidden size": lambda layer: dataclasses.replace(layer, hidden_size=2880),
+    "a batched all-to-all": _spread,
+}
+
+
+def compared(table: GoldenTable, release: str, asked: str, variant: str, capability: int) -> Iterator[tuple[str, bool]]:
+    """What the rules say of each layer of a table, and whether the code of a release does so. Only of layers that the
+    rules know and the release has.
+
+    Args:
+        table: the layers.
+        release: whose code runs.
+        asked: the release that the rules are asked about.
+        variant: of the layers, a key of `VARIANTS`.
+        capability: of the GPU; 0 for a CPU.
+    """
+    device = machine(asked, capability)
+    for model in table.models:
+        for shard in table.shards:
+            layer = VARIANTS[variant](table.layer(model, shard))
+            found = choose_stock(layer, device, default_registry())
+            stock = table.stock(layer, capability, release)
+            if variant == "as it is" and capability:
+                assert (found is None) == (not stock), f"{model}, {shard}: {found}, vLLM {release}: {stock}"
+            if found is not None:
+                yield f"{variant}, {model}, {shard}, sm_{capability}: {found}; {stock}", agrees(found, stock)
+
+
+@every_release
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_the_rules_choose_as_each_releases_code(table: GoldenTable, release: str) -> None:
+    if number(release) < number(KNOWN_SINCE[table.name]):
+        for capability in GPUS.values():
+            layers = (table.layer(model, shard) for model in table.models for shard in table.shards)
+            choices = [choose_stock(layer, machine(release, capability), default_registry()) for layer in layers]
+            # What does not depend on a list: the model's loader, and act order.
+            assert all(each is None or each.refusal for each in choices)
+        return
+    for variant in VARIANTS:
+        found = [each for gpu in GPUS.values() for each in compared(table, release, release, variant, gpu)]
+        assert [words for words, agreed in found if not agreed] == []
+        assert found or (table.name, variant) == ("mxfp8", "float16")
+
+
+@every_release
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_the_rules_choose_as_each_releases_code_on_cpus(
+    table: GoldenTable, release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    known = number(release) >= number(min_versions.STOCK_RULES_ON_CPU)
+    if not known:
+        layers = (table.layer(model, shard) for model in table.models for shard in table.shards)
+        assert {choose_stock(layer, machine(release, 0), default_registry()) for layer in layers} <= {None}
+        return
+    found = list(compared(table, release, release, "as it is", 0))
+    assert [words for words, agreed in found if not agreed] == []
+    assert bool(found) == (table.name != "wna16")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("table", TABLES[:2], ids=lambda table: table.name)
+def test_the_choice_of_another_release_is_found(table: GoldenTable) -> None:
+    found = [each for gpu in GPUS.values() for each in compared(table, "0.31.0", "0.32.0", "as it is", gpu)]
+    assert not all(agreed for _, agreed in found)
