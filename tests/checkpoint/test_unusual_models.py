@@ -16,7 +16,7 @@ from vllm_moe_oracle.checkpoint.layer_names import compact_layer_names
 from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
 from vllm_moe_oracle.checkpoint.ranks import Ranks
 from vllm_moe_oracle.errors import CheckpointError, LeftToStockError
-from vllm_moe_oracle.releases.removed_models import last_release_with
+from vllm_moe_oracle.releases.models import last_release_with
 from vllm_moe_oracle.releases.vllm_names import REMOVED_MODELS
 
 ERNIE_VL: dict[str, Any] = {

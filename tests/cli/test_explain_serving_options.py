@@ -155,13 +155,23 @@ def test_stages_of_pipeline_parallelism_have_a_hint(run: Run, write: Write) -> N
         assert found.status == 2 and "explain reads no such option of vLLM" in found.err
 
 
-def test_that_vllm_does_not_balance_gpt_oss_is_noted(run: Run, write: Write) -> None:
-    told = "vLLM does not balance the experts of gpt-oss"
-    example = CONFIGS / "gpt-oss-20b.json"
-    for path, expected in ((example, True), (write(), False)):
-        notes = run("explain", path, *H200, "--tp", 2, "--ep", "--eplb", "--json").json["notes"]
-        assert any(told in each for each in notes) == expected
-    assert told not in run("explain", example, *H200, "--tp", 2, "--ep").text
+@pytest.mark.parametrize(
+    ("name", "release", "told"),
+    [
+        ("gpt-oss-20b", NEWEST, "GptOssForCausalLM"),
+        ("gpt-oss-20b", "0.22.1", "GptOssForCausalLM"),
+        ("minimax-m2", NEWEST, "MiniMaxM2ForCausalLM"),
+        ("qwen3-30b-a3b", NEWEST, ""),
+        ("deepseek-v3", "0.22.1", ""),
+    ],
+)
+def test_that_vllm_does_not_balance_a_models_experts_is_noted(name: str, release: str, told: str, run: Run) -> None:
+    words, line = "vLLM does not balance the experts of ", ("explain", CONFIGS / f"{name}.json", *H200)
+    options = ("--vllm", release, "--tp", 2, "--ep", "--json")
+    notes = [each for each in run(*line, *options, "--eplb").json["notes"] if each.startswith(words)]
+    expected = f"{words}{told}, a class that is no MixtureOfExperts: --eplb moves none"
+    assert notes == ([expected] if told else [])
+    assert not any(each.startswith(words) for each in run(*line, *options).json["notes"])
 
 
 def test_experts_that_do_not_fit_a_cpus_memory_are_noted(run: Run, write: Write, tmp_path: Path) -> None:

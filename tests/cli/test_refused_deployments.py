@@ -8,7 +8,7 @@ import pytest
 
 from tests.lib.cli import Run, Write
 from vllm_moe_oracle import cli
-from vllm_moe_oracle.releases.removed_models import REMOVED_MODELS
+from vllm_moe_oracle.releases.vllm_names import REMOVED_MODELS
 
 H200 = ("--device", "nvidia-h200")
 FP8: dict[str, Any] = {"quantization_config": {"quant_method": "fp8"}}

@@ -23,6 +23,7 @@ from vllm_moe_oracle.core.activations import ACTIVATIONS
 from vllm_moe_oracle.core.problem import Activation, Device
 from vllm_moe_oracle.errors import StandDown
 from vllm_moe_oracle.releases import min_versions
+from vllm_moe_oracle.releases.models import unbalanced_model
 from vllm_moe_oracle.releases.supported import (
     CPU_RELEASES,
     NEWEST,
@@ -34,7 +35,7 @@ from vllm_moe_oracle.releases.supported import (
     release_support,
     support_table,
 )
-from vllm_moe_oracle.releases.vllm_names import MOE_BACKENDS, REMOVED_MODELS
+from vllm_moe_oracle.releases.vllm_names import MOE_BACKENDS, REMOVED_MODELS, UNBALANCED_MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 NEWEST_GROUP = RELEASE_GROUPS[-1]
@@ -50,7 +51,7 @@ def test_every_value_of_moe_backend_is_known(release: str) -> None:
 
 def test_names_of_every_supported_release_are_read() -> None:
     assert not release_names.is_stale(), "run: python -m tests.tools.generate --write"
-    text = release_names.text_of(RELEASES, MOE_BACKENDS, REMOVED_MODELS)
+    text = release_names.text_of(RELEASES, MOE_BACKENDS, REMOVED_MODELS, UNBALANCED_MODELS)
     assert release_names.FILE.read_text() == text, "the file was edited"
 
 
@@ -59,6 +60,27 @@ def test_models_that_a_release_has_no_more_are_known(release: str) -> None:
     removed = release_names.removed_models(sources(release) / "vllm", RELEASES[0])
     assert removed.items() <= REMOVED_MODELS.items()
     assert release != NEWEST or removed == REMOVED_MODELS
+
+
+@every_release
+def test_models_whose_experts_a_release_does_not_balance_are_known(release: str) -> None:
+    """A class that has become a `MixtureOfExperts` has remained one."""
+    package = sources(release) / "vllm"
+    registry = (package / "model_executor" / "models" / "registry.py").read_text()
+    known = {name for name in UNBALANCED_MODELS if f'"{name}": (' in registry}
+    theirs = release_names.unbalanced_models(package)
+    assert theirs == {name for name in known if unbalanced_model([name], release)}
+    assert "GptOssForCausalLM" in theirs and "Qwen3MoeForCausalLM" not in theirs
+    # What is asked of a model is the protocol, by vLLM's function of that name.
+    interfaces = (package / "model_executor" / "models" / "interfaces.py").read_text()
+    assert "isinstance(model, MixtureOfExperts)" in interfaces
+
+
+@pytest.mark.parametrize("release", [None, "main", f"{NEWEST}.post1", "99.0"])
+def test_a_release_that_is_not_known_counts_as_the_newest(release: str | None) -> None:
+    last = next(name for name, last in UNBALANCED_MODELS.items() if last == NEWEST)
+    gone = next(name for name, last in UNBALANCED_MODELS.items() if last != NEWEST)
+    assert unbalanced_model(["x", 3, last], release) == last and unbalanced_model([gone], release) == ""
 
 
 @some_releases(*dict.fromkeys((DEFAULT_RELEASE, NEWEST)))

@@ -23,7 +23,7 @@ from ..quantization.fields import short_repr
 from ..quantization.types import FormatLookup, LayerNames, UnsupportedFormat, describe_format
 from ..releases import min_versions
 from ..releases.all2all import effective_all2all
-from ..releases.removed_models import last_release_with
+from ..releases.models import last_release_with
 from ..settings import AUTO
 from ..untrusted import boundary
 from .dtypes import served_dtype
@@ -80,6 +80,7 @@ class MoeLayers:
         refused: why vLLM refuses the model's other layers, so that a server does not start with or without this
             package unless the files leave them unquantized; "" where it does not.
         notes_on_files: those of `notes` that say what the files hold otherwise than the config says.
+        architectures: the model's classes, as its config names them.
     """
 
     problems: tuple[Problem, ...]
@@ -90,6 +91,7 @@ class MoeLayers:
     mtp_problems: tuple[Problem, ...] = ()
     refused: str = ""
     notes_on_files: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
 
 
 def find_moe_layers(
@@ -178,8 +180,17 @@ def _find_moe_layers(
     refused = _refused_linear(config, problems, vllm)
     if refused:  # whether linear layers are quantized at all is not looked at here: a note, and no more
         notes += (f"a server does not start, unless the files leave all layers but experts unquantized: {refused}",)
-    drafted = tuple(mtp_problems)
-    return MoeLayers(tuple(problems), tuple(unquantized), foreign, method, notes, drafted, refused, tuple(said))
+    return MoeLayers(
+        tuple(problems),
+        tuple(unquantized),
+        foreign,
+        method,
+        notes,
+        tuple(mtp_problems),
+        refused,
+        tuple(said),
+        tuple(architectures(config)),
+    )
 
 
 def _check_readable(config: CheckpointFiles, online: str, vllm: str | None) -> None:

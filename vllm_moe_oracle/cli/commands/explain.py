@@ -29,6 +29,7 @@ from ...measurements.tune_command import tune_command
 from ...oracle.registry import default_registry, describe_load_error
 from ...oracle.stock_choice import StockChoice
 from ...releases.all2all import DEFAULT_ALL2ALL, all2all_names
+from ...releases.models import unbalanced_model
 from ...releases.supported import RELEASES, check_platform, packages_of
 from ...settings import AUTO, Settings, env_var, excluded_by_vllm
 from ...settings import batch_invariant as batch_invariant_variable
@@ -255,6 +256,8 @@ def _notes(server: Server, layers: MoeLayers, groups: list[LayerGroup], all2all_
         yield f"{refusal}: a server would not start"
     else:
         yield from _parallelism_notes(server.ranks, all2all_backend, groups)
+    if server.eplb and (model := unbalanced_model(layers.architectures, vllm_version(server.device))):
+        yield f"vLLM does not balance the experts of {model}, a class that is no MixtureOfExperts: --eplb moves none"
     served = [server.serve(each) for each in (*layers.problems, *layers.mtp_problems)]
     yield from _placement_notes(served, server.round_robin)
     yield from _server_notes(server, layers.method, groups)
@@ -404,10 +407,6 @@ def _group_notes(groups: list[LayerGroup]) -> Iterator[str]:
     for group in groups:
         if group.decision is not None and group.decision.degraded:
             yield f"{group.layers}: {group.decision.explanation}"
-        if group.problem.eplb and group.problem.scheme.packing == "gpt_oss":
-            # Of all supported releases: `GptOssForCausalLM` is no `MixtureOfExperts`, which vLLM asks the model for.
-            rule = "vLLM does not balance the experts of gpt-oss, whose class in vLLM is no MixtureOfExperts"
-            yield f"{group.layers}: {rule}: --eplb moves none"
         if group.left_to_stock and group.problem.lora:
             rule = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM, with a warning"
             remedy = "with --lora-target-modules that name no experts, these layers are served without LoRA"
