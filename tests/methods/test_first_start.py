@@ -158,7 +158,37 @@ def test_what_may_only_compile_slowly_gets_more_time_at_the_next_start(tmp_path:
     keep_silent(20)
     assert decided(chosen).why == "measured" and len(measuring.calls) == 2
     keep_silent(40)
-    assert decided(chosen).why == "measured" and len(measuring.calls) == 2
+    found = decided(chosen)
+    assert (found.backend, found.why) == ("faster", "measured") and len(measuring.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "waited", "backend"),
+    [("0", 20, "static"), ("30", 20, "static"), ("30", 40, "faster"), ("120", 60, "static")],
+)
+def test_a_static_choice_that_may_only_compile_slowly_is_not_passed_over(
+    tmp_path: Path, setting: str, waited: float, backend: str
+) -> None:
+    """Not with a setting under which no start gives it more time, either."""
+    measuring, chosen, store = Measuring(), asked(tmp_path, measure_at_start=setting), Store(tmp_path)
+    measuring(LAYER, ("static", "faster"), chosen, 60.0, lambda *said: None)
+    silent = Sample("static", "16bit", 1, "uniform", failure="in whatever words", silent_seconds=waited)
+    store.add(Environment.of(A100), kernel_shape_of(LAYER), [silent])
+    assert decided(chosen).backend == backend
+
+
+def test_what_is_slow_and_what_failed_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def measure(layer: Problem, names: tuple[str, ...], chosen: Any, seconds: float, progress: Any) -> Any:
+        progress("starting 1 process", 0, 7)
+        return measure_hook.Measured(0, "", {"faster": "it ended"}, {"static": "it did not come back within 20 s"})
+
+    measure_hook.set_measure(measure)
+    decided(asked(tmp_path))
+    said = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert any("faster could not be measured and is left out: it ended" in each for each in said)
+    assert any(
+        "static could not be measured: it did not come back within 20 s. It may only compile" in each for each in said
+    )
 
 
 REASONS: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {

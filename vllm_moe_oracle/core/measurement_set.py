@@ -26,7 +26,8 @@ class MeasurementSet:
             pair that is not named the errors of both are independent.
         filled: predicted times of backends at the few numbers of tokens at which they were not measured, as in `times`.
         cell_errors: standard deviations of the logarithm of a single predicted time, by backend.
-        silent_seconds: how long backends were waited for that did not return, by name; they are among `failures`.
+        silent_seconds: how long backends were waited for that did not return, by name. They are among `failures`, but
+            for those that may only compile slowly.
     """
 
     times: Mapping[str, Latencies] = field(default_factory=dict)

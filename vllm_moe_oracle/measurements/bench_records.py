@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from ..errors import MeasurementError, mentions_out_of_memory
+from ..settings import Settings
 from ..untrusted import boundary, check_fields_once
 from .environment import Environment, differences
 from .kernel_shape import KernelShape, Sample
@@ -140,10 +141,34 @@ def silence(seconds: float) -> str:
     return f"it did not come back within {seconds:.3g} s"
 
 
+_SILENCE_SHARES = (1 / 3, 2 / 3)
+_MIN_SILENCE = 10.0
+"""Seconds that a compiler may take for one kernel."""
+
+
+def silence_limits(seconds: float) -> tuple[float, float]:
+    """Seconds after which a start kills a backend that does not come back: at first, and at the next start.
+
+    A compiler may take longer than the first, and keeps what it has compiled; what is silent for the second counts as
+    hanging.
+
+    Args:
+        seconds: the setting `measure_at_start`. Where it ends earlier, nothing is recorded of the backend.
+    """
+    first, last = (max(_MIN_SILENCE, share * seconds) for share in _SILENCE_SHARES)
+    return first, last
+
+
 def needs_longer(waited: float, seconds: float) -> bool:
     """Whether a backend did not return (`waited` > 0) and had clearly less than so many seconds: it may only compile
     slowly."""
     return 0 < waited < 0.9 * seconds
+
+
+def may_be_slow(waited: float, measure_at_start: float) -> bool:
+    """Whether a backend did not return, and has not failed: it had less time than a start's second attempt gives it,
+    with that setting or with its default. With a shorter one, or with 0, no start would ever give it more."""
+    return needs_longer(waited, silence_limits(max(measure_at_start, Settings().measure_at_start))[-1])
 
 
 def _read_conditions(line: bytes, where: str) -> _Conditions:

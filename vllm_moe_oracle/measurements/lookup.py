@@ -29,6 +29,7 @@ from ..oracle.selection import equivalent_backends, evaluate_candidates
 from ..settings import Settings, cache_dir
 from ..untrusted import boundary
 from . import environment, latency_model, profile
+from .bench_records import may_be_slow
 from .environment import Environment
 from .kernel_shape import KernelShape, Sample, kernel_shape_of
 from .missing_times import Predict, fill_missing
@@ -90,7 +91,7 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
                 for valid in _valid_samples(name, read(shape), here, remarks):
                     samples = [each for each in valid.samples if each.backend not in uncalled]
                     measured = _measurement_set(f"{name} ({valid.environment})", samples, problem)
-                    measured = _usable_here(measured, valid, here, earlier, remarks)
+                    measured = _usable_here(measured, valid, here, earlier, remarks, settings)
                     measured = _completed(measured, _compared_backends(judged), settings, predicted_here)
                     why = _why_undecided(measured, judged, settings)
                     earlier = measured
@@ -110,7 +111,12 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
 
 
 def _usable_here(
-    measured: MeasurementSet, valid: _ValidSamples, here: Environment, earlier: MeasurementSet, remarks: list[str]
+    measured: MeasurementSet,
+    valid: _ValidSamples,
+    here: Environment,
+    earlier: MeasurementSet,
+    remarks: list[str],
+    settings: Settings,
 ) -> MeasurementSet:
     """A source's times, with what is said of them on this machine.
 
@@ -121,6 +127,7 @@ def _usable_here(
         earlier: of the source before, with the failures of all before: a backend that failed there is not chosen by the
             times of this one.
         remarks: on earlier sources.
+        settings: they say how long a start waits for a backend.
     """
     times = {backend: each for backend, each in measured.times.items() if backend not in earlier.failures}
     errors, changed = release_errors(times, valid.environment, here)
@@ -134,6 +141,8 @@ def _usable_here(
         tiles = {}
         said.append("measured tile configurations are ignored: other kernel sources or another Triton")
     silent = {name: seconds for name, seconds in measured.silent_seconds.items() if name not in outdated}
+    slow = [name for name in found if may_be_slow(silent.get(name, 0.0), settings.measure_at_start)]
+    said += [f"{name} has no times: {found.pop(name)}, and it may only compile slowly" for name in slow]
     return MeasurementSet(
         times,
         measured.source,

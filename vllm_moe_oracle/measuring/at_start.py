@@ -15,12 +15,12 @@ from ..core.objectives import Objective, parse_objective
 from ..core.problem import Problem
 from ..devices import detect
 from ..errors import MeasurementError
-from ..measurements.bench_records import needs_longer
+from ..measurements.bench_records import may_be_slow, needs_longer, silence_limits
 from ..measurements.environment import Environment
 from ..measurements.kernel_shape import kernel_shape_of
 from ..measurements.roofline import expert_bytes
 from ..measurements.store import Store
-from ..methods.measure_hook import Measured, Progress, silence_limits
+from ..methods.measure_hook import Measured, Progress
 from ..oracle.measured_choice import MAX_TOKEN_RATIO
 from ..settings import VISIBLE_GPUS_VAR, Settings, cache_dir, get_env
 from . import engine, timing, tuning
@@ -119,10 +119,11 @@ def measure(
         _check_memory(required_bytes(problem, len(names), max(counts)))
     options = dataclasses.replace(options, budget=max(0.0, end - time.monotonic()))
     ((_, outcome),) = tuning.tune([problem], device, settings, store, options, (), progress).items()
-    failed = {each.backend: each.failure for each in outcome.samples if each.failure}
-    failures = {name: failed[name] for name in names if name in failed}
+    failed = {each.backend: each for each in outcome.samples if each.failure}
+    failures = {name: failed[name].failure for name in names if name in failed}
+    slow = [name for name in failures if may_be_slow(failed[name].silent_seconds, settings.measure_at_start)]
     times = sum(each.backend in names and not each.failure for each in outcome.samples)
-    return Measured(times, outcome.unfinished, failures, str(store.path))
+    return Measured(times, outcome.unfinished, failures, {name: failures.pop(name) for name in slow}, str(store.path))
 
 
 def _log_wait(words: str) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ..core.decision import Decision
 from ..core.problem import Problem
 from ..errors import NoBackendError, OracleError, sanitize
-from ..measurements.bench_records import needs_longer
+from ..measurements.bench_records import needs_longer, silence_limits
 from ..measurements.kernel_shape import KernelShape, kernel_shape_of
 from ..oracle.registry import REFERENCE_BACKEND
 from ..oracle.selection import equivalent_backends
@@ -149,7 +149,7 @@ def _candidates(
 def _may_be_slow(problem: Problem, settings: Settings) -> bool:
     """Whether an earlier start killed a backend that another one would give more time."""
     found = backend_selection.measurements_for(problem, settings)
-    longest = measure_hook.silence_limits(settings.measure_at_start)[-1]
+    longest = silence_limits(settings.measure_at_start)[-1]
     return found is not None and any(needs_longer(each, longest) for each in found.silent_seconds.values())
 
 
@@ -182,6 +182,10 @@ def _measure(
         return
     for name, why in outcome.failures.items():
         logger.warning("moe_oracle: %s: %s could not be measured and is left out: %s", problem.layer, name, why)
+    for name, why in outcome.slow.items():
+        text = "moe_oracle: %s: %s could not be measured: %s. It may only compile slowly, so the static choice is kept "
+        text += "where it is that, and the next start waits longer"
+        logger.warning(text, problem.layer, name, why)
     if outcome.unfinished:
         logger.warning(
             "moe_oracle: %s: not measured completely: %s; the times so far are kept, and the next start continues",

@@ -24,12 +24,14 @@ class Measured:
         times: number of times of these backends in the cache, from this and earlier starts.
         unfinished: why times are missing; "" if none are.
         failures: why a backend could not be measured, by name, from this and earlier starts.
+        slow: the same of backends that may only compile slowly, which `failures` does not have.
         cache: the file that holds them.
     """
 
     times: int
     unfinished: str
     failures: Mapping[str, str] = field(default_factory=dict)
+    slow: Mapping[str, str] = field(default_factory=dict)
     cache: str = ""
 
 
@@ -39,24 +41,6 @@ Progress = Callable[[str, int, int], None]
 Measure = Callable[["Problem", tuple[str, ...], "Settings", float, Progress], Measured]
 """Measures a layer with some backends, within a number of seconds, into the cache. Raises a `MeasurementError` where
 that cannot be right here, or where the cache cannot be written."""
-
-_SILENCE_SHARES = (1 / 3, 2 / 3)
-_MIN_SILENCE = 10.0
-"""Seconds that a compiler may take for one kernel."""
-
-
-def silence_limits(seconds: float) -> tuple[float, float]:
-    """Seconds after which a backend that does not come back is killed: at first, and at the next start.
-
-    A compiler may take longer than the first, and keeps what it has compiled; what is silent for the second counts as
-    hanging.
-
-    Args:
-        seconds: the setting `measure_at_start`. Where it ends earlier, nothing is recorded of the backend.
-    """
-    first, last = (max(_MIN_SILENCE, share * seconds) for share in _SILENCE_SHARES)
-    return first, last
-
 
 _measure: Measure | None = None
 
