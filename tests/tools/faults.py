@@ -157,7 +157,19 @@ FAULTS = (
     ),
     Fault(
         "checks", "small numbers of tokens are left out", "verification/inputs.py",
-        "(1, 2, 4, 8, 32, 64, 3, 5,", "(1, 2, 4, 8, 32, 64, 5,", "tests/verification/test_blind_spots.py",
+        "(1, 64, 2, 32, 4, 48, 3, 24,", "(1, 64, 2, 32, 4, 48, 24,", "tests/verification/test_blind_spots.py",
+    ),
+    Fault(
+        "checks", "no token has equal routing weights", "verification/inputs.py",
+        "weights.masked_fill(token == _EVEN_TOKEN, 1.0)", "weights", "tests/verification/test_unlisted_faults.py",
+    ),
+    Fault(
+        "checks", "no expert gets whole blocks of 128 rows", "verification/inputs.py",
+        "WHOLE_BLOCKS = 128", "WHOLE_BLOCKS = 65", "tests/verification/test_unlisted_faults.py",
+    ),
+    Fault(
+        "checks", "no logit is large", "verification/routing.py",
+        "* 2.0 + shift)", "* 2.0)", "tests/verification/test_routing.py",
     ),
     Fault(
         "checks", "settings of torch that a kernel changes are not compared", "verification/self_check.py",

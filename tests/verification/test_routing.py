@@ -155,9 +155,17 @@ def biased_weights(weights: Tensor, ids: Tensor, given: dict[str, Any]) -> tuple
     return scores / scores.sum(-1, keepdim=True) * given["scale"], ids
 
 
+def unshifted_softmax(weights: Tensor, ids: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Without the largest logit subtracted."""
+    scores = given["logits"].float().exp()
+    found = (scores / scores.sum(-1, keepdim=True)).gather(1, ids.long())
+    return found / found.sum(-1, keepdim=True) if given["how"].renormalize else found, ids
+
+
 BIASED = ["minimax2", "deepseekv3", "deepseekv4", "deepseekv3, W8A8"]
 RENORMALIZED = [*BIASED, "renormalize", "renormalizenaive", "sigmoidrenorm", "renormalize, biases"]
 GROUPS = ["deepseekv3", "deepseekv3, W8A8"]
+SOFTMAX = ["default", "renormalize", "renormalizenaive", "renormalize, biases"]
 FAULTS: list[tuple[Routes, list[str]]] = [
     (Routes("not renormalized", change(renormalize=False)), RENORMALIZED),
     (Routes("renormalized", change(renormalize=True)), ["default", "sigmoid"]),
@@ -168,6 +176,8 @@ FAULTS: list[tuple[Routes, list[str]]] = [
     (Routes("no correction bias", lambda given: given | {"bias": None}), BIASED),
     (Routes("bias in the weights", after=biased_weights), ["minimax2", *GROUPS]),
     (Routes("no scaling factor", lambda given: given | {"scale": 1.0}), BIASED),
+    (Routes("logits clamped at 50", lambda given: given | {"logits": given["logits"].clamp(max=50.0)}), SOFTMAX),
+    (Routes("softmax of large logits overflows", after=unshifted_softmax), SOFTMAX),
     (Routes("one expert fewer", after=lambda w, ids, g: (w[:, 1:], ids[:, 1:])), list(LAYERS)),
     (Routes("experts one further", after=lambda w, ids, g: (w, (ids + 1) % g["logits"].shape[1])), list(LAYERS)),
     (Routes("weights of other experts", after=lambda w, ids, g: (w.roll(1, 0), ids)), list(LAYERS)),

@@ -17,9 +17,10 @@ from ..layouts.byte_views import stack_bytes
 NUM_TOKENS = 16
 """Number of different tokens in a group of a check; calls with more repeat them."""
 
-REPEATED_COUNTS = (1, 2, 4, 8, 32, 64, 3, 5, 6, 10, 11, 12, 13, 14, 15, 24, 48)
+REPEATED_COUNTS = (1, 64, 2, 32, 4, 48, 3, 24, 8, 15, 5, 14, 6, 13, 10, 12, 11)
 """Numbers of tokens of repeated calls, in turn: those of CUDA graphs and of decode steps. With `CHECKED_TOKEN_COUNTS`
-they are all up to 16, for each of which a kernel may have a variant of its own."""
+they are all up to 16, for each of which a kernel may have a variant of its own. Small ones and large ones alternate: a
+kernel may keep something for the rows of the last call."""
 
 CHECKED_TOKEN_COUNTS = (1, 7, 9, NUM_TOKENS, 33, 65)
 """Numbers of tokens of a check's calls: one, no multiples of 8, and more than tiles of 8, 16, 32 and 64 rows."""
@@ -46,9 +47,10 @@ NUM_EXPERTS = 4
 """Number of experts in a check, or one more than top-k where that is larger: some calls leave an expert idle. Those of
 a rank that has fewer than top-k stand in for others."""
 
-WEIGHT_SUMS = (1.0, 0.5, 2.5)
-"""Sums of a token's routing weights, in turn. Models without normalization have less than 1, and DeepSeek-V3 scales its
-own to 2.5: a kernel that normalizes or clamps them is wrong."""
+WEIGHT_SUMS = (1.0, 0.5, 8.0, 2.5, 2.0**-6)
+"""Sums of a token's routing weights, in turn. Models without normalization have less than 1, the less the more experts
+there are. DeepSeek-V3 scales its own to 2.5, LongCat-Flash to 6. A kernel that normalizes or clamps them, or drops
+small ones, is wrong."""
 
 OUTLIER = 64.0
 """How many times as large as the root mean square of a token's other features those are that stand out. Activations of
@@ -75,6 +77,18 @@ _MOST_FLOAT16 = 2.0**15
 
 _SLOT_LEAD = 6.0
 """Factor by which one slot of a token leads; it is another slot for each token."""
+
+_EVEN_TOKEN = 10
+"""The token whose routing weights are all equal, as where a router has 16 bits."""
+
+_ZERO_WEIGHT_TOKEN = 9
+"""The token with a slot of weight 0 between others, as where a softmax underflows."""
+
+_TWINS = (5, 6)
+"""Neighboring tokens that are equal, with other experts: of one size, which all groups have."""
+
+WHOLE_BLOCKS = 128
+"""Tokens of the call of one token repeated are a multiple of it: each of its experts gets whole blocks of rows."""
 
 MAX_HAND_OVER = 256
 """Largest number of tokens at which a switch between kernels is checked on both sides. One call with many tokens lies
@@ -227,7 +241,8 @@ def make_inputs(
 
     The first and the last token of a group are zero, so that the output shows the biases alone. The other tokens give
     first products of different root mean squares, measured on the expert with the largest (a pruned expert may be all
-    zeros): alpha and beta matter most around 1, the limit matters beyond itself.
+    zeros): alpha and beta matter most around 1, the limit matters beyond itself. Two neighbors are equal and have other
+    experts, one token has equal routing weights, and one has a weight of 0.
 
     Args:
         problem: the layer.
@@ -248,6 +263,9 @@ def make_inputs(
     weights = _random(torch.empty(NUM_TOKENS, problem.top_k, device=device), seed=3).abs() + 0.5
     # All slots alike would hide a wrong weight of one of many.
     weights = torch.where(token % problem.top_k == slot, weights * _SLOT_LEAD, weights)
+    weights = weights.masked_fill(token == _EVEN_TOKEN, 1.0)
+    if problem.top_k > 1:
+        weights[_ZERO_WEIGHT_TOKEN, (problem.top_k - 1) // 2] = 0.0
     sums = torch.tensor(WEIGHT_SUMS, dtype=torch.float32, device=device)
     weights *= sums[token % len(sums)] / weights.sum(-1, keepdim=True)
     empty = _slots_of(_EMPTY_SLOTS, ids)
@@ -359,6 +377,8 @@ def _make_tokens(problem: Problem, experts: Tensors) -> Tensor:
     if problem.dtype == "float16":
         scales = scales.clamp(max=_MOST_FLOAT16 / OUTLIER)
     spiky *= _power_of_two(scales).unsqueeze(-1)
+    for each in (x, spiky):
+        each[_TWINS[1]] = each[_TWINS[0]]
     if bounds or activation.limit is not None or problem.dtype == "float16":
         return torch.cat((x, spiky))
     return torch.cat((x, spiky, spiky * _HUGE))

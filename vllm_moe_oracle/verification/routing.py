@@ -72,6 +72,10 @@ ROUTING_REFERENCES = {
 SCALING_FACTOR = 2.5
 """DeepSeek-V3's scaling factor, for every method that has one: not 1, so that a kernel that ignores it fails."""
 
+_SHIFTS = (0.0, -100.0, 0.0, 100.0)
+"""What is added to all logits of a token, in turn, where scores are a softmax, which it leaves as they are: without
+subtracting the largest logit first, float32 exponentials overflow, or sum to 0."""
+
 _MIN_MARGIN = 2.0**-5
 """Smallest difference between the scores of a selected expert, or group, and of one that is not: several times the
 rounding error of a kernel that computes scores and biases in bfloat16 (2**-8 of values around 1)."""
@@ -180,7 +184,8 @@ def discriminating_logits(
     if reference.uses_bias:
         bias = (random(experts) * 0.5).to(torch.bfloat16).float()
     for _ in range(4000):
-        logits = (random(1, experts) * 2.0).to(dtype)
+        shift = _SHIFTS[len(found) % len(_SHIFTS)] if reference.scores is _softmax else 0.0
+        logits = (random(1, experts) * 2.0 + shift).to(dtype)
         if _has_margin(reference, routing, top_k, logits, bias):
             found.append(logits)
             if len(found) == tokens:

@@ -400,11 +400,14 @@ def _plan_calls(
         repeats = _repeats(sizes, experts)
         host_values = 0 if experts["w13"].is_cuda else small.top_k * experts["w13"][0].numel()
         large = 0 if problem.parallel.is_batched else inputs.large_call(own, soon, edges, limit, host_values)
-    alone = sizes[-1]
+    alone = min(-(-sizes[-1] // inputs.WHOLE_BLOCKS) * inputs.WHOLE_BLOCKS, most)
     sizes += [large] * (large > 0)
     lasts = itertools.cycle(inputs.LAST_TOKENS)
-    found = [(inputs.rows_of_call(tokens, inputs.NUM_TOKENS, next(lasts)), True) for tokens in sizes]
-    found += [(inputs.rows_of_call(tokens, inputs.NUM_TOKENS, next(lasts)), False) for tokens in repeats]
+    found: list[tuple[Tensor, bool]] = []
+    for number, tokens in enumerate(sizes + repeats):
+        # Of two tokens each has experts of its own, with large weights: a kernel may lose an expert with one row.
+        last = inputs.LAST_TOKENS[0] if tokens == 2 else next(lasts)
+        found.append((inputs.rows_of_call(tokens, inputs.NUM_TOKENS, last), number < len(sizes)))
     whole = inputs.rows_of_call(min(inputs.NUM_TOKENS, most), inputs.NUM_TOKENS, next(lasts))
     found += [(whole + group * inputs.NUM_TOKENS, False) for group in groups[1:]]
     if is_reference(backend):
@@ -414,7 +417,11 @@ def _plan_calls(
     if len(again := found[len(sizes)][0]) > 2:
         again[len(again) // 2] = spoiled
         if not (backend.monolithic or problem.routing.apply_router_weight_on_input):  # their weights are others
-            again[0] = spoiled + 1
+            # Beside the token with the same experts: a kernel may take neighbors' weights for equal, too.
+            numbers = again.tolist()
+            alike = [index for index, each in enumerate(numbers) if each == inputs.LAST_TOKENS[0]]
+            beside = [each for index in alike for each in (index - 1, index + 1) if each in range(len(numbers))]
+            again[next((each for each in beside if numbers[each] != spoiled), 0)] = spoiled + 1
     # One token alone: its experts get all rows, and a kernel that holds back places for each has too few.
     found.append((torch.full((alone,), inputs.LAST_TOKENS[0], device="cpu"), False))
     if nothing is not None:  # as decode steps of one token have it: no kernel runs, but the output is to be written
