@@ -11,6 +11,8 @@ import pytest
 from tests.lib.cli import Run, Write
 from tests.lib.configs import INT4, PACKED, compressed, group
 from vllm_moe_oracle import settings
+from vllm_moe_oracle.devices import detect
+from vllm_moe_oracle.devices.catalog import known_device
 
 H200 = ("--device", "nvidia-h200")
 INT4_PACKED = compressed(group(INT4), format=PACKED)
@@ -65,6 +67,16 @@ def test_a_dtype_that_the_quantization_lacks_is_refused(run: Run, write: Write) 
     assert layers["failure"] == f"{rule}. Serve with --dtype bfloat16" and not layers["measure"]
     assert f"{rule}: a server would not start" in found.json["notes"]
     assert run("explain", write(), "--device", "cpu", "--dtype", "half").status == 0
+
+
+@pytest.mark.parametrize("command", ["tune", "bench"])
+def test_layers_in_a_refused_dtype_are_not_measured(
+    command: str, run: Run, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(detect, "detect", lambda: known_device("nvidia-h200"))
+    found = run(command, write(), "--dtype", "half")
+    assert (found.status, found.out, found.err.count("\n")) == (3, "", 1)
+    assert "vLLM serves modelopt_mxfp8 checkpoints in bfloat16, and the model's dtype is float16" in found.err
 
 
 @pytest.mark.parametrize("place", ["--additional-config", "--set"])
