@@ -62,7 +62,9 @@ def test_a_release_has_the_schemes_that_are_read_for_it(release: str, tmp_path: 
         if name in theirs:
             assert find_moe_layers(read, online=name, vllm=release).problems
         else:
-            with pytest.raises(DeploymentError, match=r"at loading from 0\.28\.0 on\. Serve it with such a release"):
+            with pytest.raises(
+                DeploymentError, match=r"at loading from 0\.28\.0 on\. Serve it with vLLM 0\.28\.0 or newer, or say"
+            ):
                 find_moe_layers(read, online=name, vllm=release)
 
 

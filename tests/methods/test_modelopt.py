@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
-from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.errors import CheckpointError, DeploymentError
 from vllm_moe_oracle.quantization.modelopt import modelopt_exclusion_matcher
 from vllm_moe_oracle.quantization.types import LayerNames
 
@@ -58,6 +58,17 @@ def test_vllm_and_explain_decide_alike(tmp_path: Path) -> None:
     served = {experts(index): config._resolve_quant_algo(experts(index)) for index in range(48)}
     assert {name: algo for name, algo in served.items() if algo} == explained
     assert sorted(int(name.split(".")[2]) for name in explained) == [0, 1, 2, 4, 10, 11]
+
+
+def test_a_release_without_mxfp8_there_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stock class would load the codes into layers in 16 bits."""
+    from vllm_moe_oracle.methods import modelopt
+
+    monkeypatch.setattr(modelopt, "current_adapter", lambda: SimpleNamespace(version=lambda: "0.24.0"))
+    config = config_of(RECIPES)
+    assert config._resolve_quant_algo(experts(5)) is None and config._resolve_quant_algo(experts(11)) == "FP8"
+    with pytest.raises(DeploymentError, match=r"MXFP8 of the quantization modelopt_mixed from 0\.25\.1 on\. Serve it"):
+        config._resolve_quant_algo(experts(0))
 
 
 def test_linear_layers_resolve_as_in_stock() -> None:

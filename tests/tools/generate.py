@@ -58,6 +58,7 @@ from vllm_moe_oracle import __version__
 from vllm_moe_oracle import settings as settings_module
 from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.measurements import model_shapes
+from vllm_moe_oracle.quantization import FIRST_RELEASES
 from vllm_moe_oracle.releases import min_versions, supported
 from vllm_moe_oracle.releases.supported import CPU_RELEASES, DEFAULT_PACKAGES, NEWEST, RELEASES
 
@@ -149,6 +150,17 @@ def integers() -> str:
     return table()
 
 
+def first_releases() -> str:
+    """The formats that not every supported release of vLLM loads."""
+    words = {"mxfp8": "MXFP8", "mxfp4": "MXFP4", "wna16": "integers"}
+    names = {"online": "none: vLLM quantizes at loading"}
+    rows = sorted(
+        (names.get(method, f"`{method}`"), words[scheme], release)
+        for (method, scheme), release in FIRST_RELEASES.items()
+    )
+    return markdown_table(("vLLM's name of the quantization", "experts in", "from vLLM"), rows)
+
+
 ORDER_LAYERS = {
     "MXFP8": ("mxfp8:qwen3-30b-a3b", "modelopt"),
     "MXFP4, vLLM's list for gpt-oss": ("mxfp4:gpt-oss-120b", "gpt_oss"),
@@ -211,7 +223,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "triton": triton_table.moved,
     },
     "tests/README.md": {"coverage": coverage_table.table},
-    "vllm_moe_oracle/quantization/README.md": {"integers": integers},
+    "vllm_moe_oracle/quantization/README.md": {"first-releases": first_releases, "integers": integers},
     "vllm_moe_oracle/releases/README.md": {"support-table": support_table},
 }
 """The generated parts of each page."""

@@ -12,6 +12,7 @@ from ..quantization import (
     METHOD_ALIASES,
     ONLINE_SCHEMES,
     UNSUPPORTED_ONLINE,
+    check_release,
     config_notes,
     parse_config,
     refused_linear,
@@ -20,7 +21,7 @@ from ..quantization import (
     with_moe_wna16_packing,
 )
 from ..quantization.fields import short_repr
-from ..quantization.types import FormatLookup, LayerNames, UnsupportedFormat, describe_format
+from ..quantization.types import ExpertFormat, FormatLookup, LayerNames, UnsupportedFormat, describe_format
 from ..releases import min_versions
 from ..releases.all2all import effective_all2all
 from ..releases.models import last_release_with
@@ -330,15 +331,26 @@ _SERVED = "This plugin serves experts in MXFP8, MXFP4 and integers with 16-bit a
 
 
 def _expert_formats(config: CheckpointFiles, online: str, vllm: str | None) -> tuple[FormatLookup, str]:
-    """What each layer's experts are stored as, or become while they load, and vLLM's name for the quantization."""
+    """What each layer's experts are stored as, or become while they load, and vLLM's name for the quantization. The
+    lookup raises DeploymentError for a format that the release does not load."""
+    format_of, method = _described_formats(config, online)
+
+    def loaded(layer: LayerNames) -> ExpertFormat:
+        found = format_of(layer)
+        if isinstance(found, Scheme):
+            check_release(method, found, vllm, str(config.path))
+        return found
+
+    return loaded, method
+
+
+def _described_formats(config: CheckpointFiles, online: str) -> tuple[FormatLookup, str]:
+    """`_expert_formats`, whatever the release."""
     where = str(config.path)
     if config.quantization is None:
         if online in ONLINE_SCHEMES and model_type(config) == EVEN_SPLIT_MODEL_TYPE:
             rule = "vLLM's loader of gpt-oss copies experts in 16 bits past the loader that would quantize them"
             raise DeploymentError(rule, "Serve the checkpoint in MXFP4 that OpenAI publishes", where)
-        if online == "mxfp4" and not min_versions.vllm_at_least(vllm, minimum=min_versions.ONLINE_MXFP4):
-            rule = f"vLLM quantizes to MXFP4 at loading from {min_versions.ONLINE_MXFP4} on"
-            raise DeploymentError(rule, "Serve it with such a release, or say mxfp8", where)
         if online in ONLINE_SCHEMES:
             return lambda layer: ONLINE_SCHEMES[online], online
         if online in UNSUPPORTED_ONLINE:

@@ -1,4 +1,4 @@
-"""AutoRound's MXFP8 checkpoints, whose experts vLLM's INC config reads since 0.30: the tensors of ModelOpt."""
+"""AutoRound's MXFP8 checkpoints, whose experts vLLM's INC config reads since 0.29: the tensors of ModelOpt."""
 
 from __future__ import annotations
 

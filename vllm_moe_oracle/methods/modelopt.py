@@ -8,8 +8,10 @@ from typing import Any
 
 from vllm.model_executor.layers.quantization import modelopt as stock
 
+from ..compat import current_adapter
 from ..compat.layer_context import set_current_layer
 from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
+from ..quantization import check_release
 from ..quantization.fields import matches_number_prefix
 from ..quantization.modelopt import MixedPrecision, modelopt_activation_precision, modelopt_exclusion_matcher
 from ..quantization.single_experts import check_exclusions
@@ -121,6 +123,7 @@ class ModelOptMixedPrecisionConfig(_ModelOptConfigMixin, stock.ModelOptMixedPrec
 
         Raises:
             CheckpointError: matrices of a MoE layer have different algorithms.
+            DeploymentError: the release does not load the layer's; the stock class would take it for unquantized.
         """
         if prefix.rpartition(".")[2] != "experts":
             algo: str | None = super()._resolve_quant_algo(prefix)
@@ -131,4 +134,7 @@ class ModelOptMixedPrecisionConfig(_ModelOptConfigMixin, stock.ModelOptMixedPrec
             self._algorithms = self.quantized_layers, algorithms
         # The config does not know whether the experts are gated.
         projections = GATED_PROJECTIONS + UNGATED_PROJECTIONS
-        return algorithms.of(LayerNames(tuple(self._quantized_layer_prefix_candidates(prefix)), projections))
+        algo = algorithms.of(LayerNames(tuple(self._quantized_layer_prefix_candidates(prefix)), projections))
+        if algo == "MXFP8":
+            check_release("modelopt_mixed", SCHEME, current_adapter().version(), "quantization_config")
+        return algo

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..core.problem import MX_BLOCK, Scheme
-from ..errors import CheckpointError, did_you_mean
+from ..errors import CheckpointError, DeploymentError, did_you_mean
+from ..releases import min_versions
 from .fields import read_names, read_string, reject_nulls, short_repr
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat
 from .unsupported import UNSUPPORTED_ONLINE as UNSUPPORTED_ONLINE
@@ -41,6 +42,13 @@ _SPELLINGS = {method.replace("_", "-"): method for method in _BY_METHOD}
 METHOD_ALIASES = {name: aliases for each in _BY_METHOD.values() for name, aliases in each.aliases.items()}
 """Names that vLLM's ``--quantization`` takes for a checkpoint besides vLLM's own name for it."""
 
+FIRST_RELEASES = {
+    **{case: release for each in _formats() for case, release in each.first_releases.items()},
+    ("online", "mxfp4"): min_versions.ONLINE_MXFP4,
+}
+"""The first release of vLLM that loads experts of a scheme, by vLLM's name for the quantization (``online`` where it
+quantizes at loading) and the scheme's name. What is not listed every supported release loads."""
+
 ONLINE_SCHEMES = {
     "mxfp8": Scheme("mxfp8", 8, MX_BLOCK, "online", activations="mxfp8"),
     "mxfp4": Scheme("mxfp4", 4, MX_BLOCK, "online", activations="mxfp4"),
@@ -57,6 +65,31 @@ def with_moe_wna16_packing(lookup: FormatLookup) -> FormatLookup:
         return dataclasses.replace(found, packing="moe_wna16") if isinstance(found, Scheme) else found
 
     return repacked
+
+
+_SCHEME_WORDS = {"mxfp8": "MXFP8", "mxfp4": "MXFP4", "wna16": "integers"}
+
+
+def check_release(method: str, scheme: Scheme, vllm: str | None, where: str) -> None:
+    """Refuses experts that a release of vLLM does not load yet; see `FIRST_RELEASES`.
+
+    Args:
+        method: vLLM's name for the quantization.
+        scheme: the experts'.
+        vllm: the release, as `min_versions.vllm_at_least` takes it.
+        where: file and field, for messages.
+
+    Raises:
+        DeploymentError: it does not.
+    """
+    online = scheme.packing == "online"
+    first = FIRST_RELEASES.get(("online" if online else method, scheme.name))
+    if first is None or min_versions.vllm_at_least(vllm, minimum=first):
+        return
+    words = _SCHEME_WORDS[scheme.name]
+    does = f"quantizes to {words} at loading" if online else f"loads experts in {words} of the quantization {method}"
+    remedy = f"Serve it with vLLM {first} or newer{', or say mxfp8' * online}"
+    raise DeploymentError(f"vLLM {does} from {first} on", remedy, where)
 
 
 def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:

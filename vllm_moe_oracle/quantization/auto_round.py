@@ -9,6 +9,7 @@ from typing import Any
 from ..core.patterns import BoundedPattern, InvalidPatternError, MatchBudget, SearchList
 from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
 from ..errors import CheckpointError
+from ..releases import min_versions
 from .fields import read_boolean, read_integer, read_string, reject_nulls, short_repr, shortened
 from .gptq import refused_linear_scheme
 from .single_experts import ExpertEntries
@@ -288,4 +289,8 @@ FORMAT = QuantConfigFormat(
     notes,
     vllm_method=lambda config, method: "inc",
     refused_linear=refused_linear,
+    first_releases={
+        ("inc", "mxfp4"): min_versions.AUTO_ROUND_MXFP4,
+        ("inc", "mxfp8"): min_versions.AUTO_ROUND_MXFP8,
+    },
 )

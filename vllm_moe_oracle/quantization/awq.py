@@ -83,4 +83,5 @@ FORMAT = QuantConfigFormat(
     aliases={"awq": ("awq_marlin", "auto_awq", "moe_wna16")},
     module_list="modules_to_not_convert",
     expert_biases=True,
+    first_releases={("auto_awq", "wna16"): min_versions.AUTO_AWQ},
 )

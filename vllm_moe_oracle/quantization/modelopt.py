@@ -324,4 +324,5 @@ FORMAT = QuantConfigFormat(
     notes,
     _vllm_method,
     aliases={"modelopt_mxfp8": ("modelopt",), "modelopt_mixed": ("modelopt",)},
+    first_releases={("modelopt_mixed", "mxfp8"): min_versions.MODELOPT_MIXED_MXFP8},
 )

@@ -130,6 +130,8 @@ class QuantConfigFormat:
         module_list: the field of a config that names modules, and that vLLM fills by the types of the checkpoint's
             tensors where it names none; "" for no such field.
         expert_biases: experts may have biases that only the checkpoint's tensors declare.
+        first_releases: the first release of vLLM that loads experts of a scheme, by vLLM's name for the quantization
+            and the scheme's name. What is not listed every supported release loads.
     """
 
     parsers: Mapping[str, Parser]
@@ -139,6 +141,7 @@ class QuantConfigFormat:
     refused_linear: Callable[[Mapping[str, Any], str], str] = lambda config, where: ""
     module_list: str = ""
     expert_biases: bool = False
+    first_releases: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
 class Unlisted:

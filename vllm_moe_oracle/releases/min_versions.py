@@ -20,6 +20,12 @@ OLDEST_RELEASE = RELEASES[0]
 AUTO_AWQ = "0.24.0"
 """vLLM has ``auto_awq`` as a name of a quantization."""
 
+AUTO_ROUND_MXFP4 = "0.27.1"
+"""vLLM's INC config reads experts in MXFP4."""
+
+AUTO_ROUND_MXFP8 = "0.29.0"
+"""vLLM's INC config reads experts in MXFP8. From 0.27.1 on it has MXFP8 for linear layers alone."""
+
 CPU_INT4_ROUTED_IDS = "0.30.0"
 """The class for int4 experts on CPUs takes routed ids. Before, it routes tokens itself."""
 
@@ -67,6 +73,9 @@ MARLIN_WITHOUT_ACT_ORDER = "0.30.0"
 
 MODELOPT_EXCLUDE_MODULES = "0.33.0"
 """ModelOpt's configs read ``exclude_modules`` beside ``quant_algo``, where there is no ``ignore``."""
+
+MODELOPT_MIXED_MXFP8 = "0.25.1"
+"""ModelOpt's config of mixed precision has MXFP8. Before, it takes such layers for unquantized ones."""
 
 ONLINE_MXFP4 = "0.28.0"
 """vLLM quantizes a checkpoint in 16 bits to MXFP4 while it loads: ``--quantization mxfp4``."""
