@@ -79,6 +79,7 @@ class LayerResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         calls: calls of the kernel.
         faulty_experts: experts that are wrong by themselves.
         fault: what is wrong, or why nothing was compared.
+        warnings: what a server would warn of as it loads the layer.
         inputs: what the inputs are made of.
         peak: largest input value over the root mean square of its token.
         memory: bytes that the check of the layer held.
@@ -98,6 +99,7 @@ class LayerResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     calls: int = 0
     faulty_experts: tuple[int, ...] = ()
     fault: str = ""
+    warnings: tuple[str, ...] = ()
     inputs: str = ""
     peak: float | None = None
     memory: int = 0
@@ -304,11 +306,13 @@ class Verification:
         assert plan.decision is not None
         kind = "cuda" if self.device.kind == "cuda" else "cpu"
         inputs: LayerInputs | None = None
+        warnings: list[str] | None = None
         for name in plan.backends:
             progress(f"{plan.problem.layer}: {name}", done, len(self.plans))
             on_check(plan.problem.layer, name)
             start = time.perf_counter()
             try:
+                warnings = tensors.check_unread() if warnings is None else warnings
                 inputs = inputs or stream.inputs(tensors)
                 tokens = inputs.x, inputs.weights, inputs.ids
                 check = LayerCheck(plan.problem, tensors.expert, tokens, adapter, kind, tensors.raw_expert)
@@ -323,6 +327,7 @@ class Verification:
             yield msgspec.structs.replace(
                 result,
                 seconds=round(time.perf_counter() - start, 3),
+                warnings=tuple(warnings or ()),
                 inputs=inputs.source if inputs else "",
                 experts=plan.problem.num_experts,
             )
@@ -363,7 +368,8 @@ class Verification:
                     result = LayerResult(
                         problem.layer, name, "failed" if found.fault else "passed", _finite(found.error),
                         _finite(found.worst), _finite(found.allowed), found.outliers, found.blocks, found.experts,
-                        problem.num_experts, found.calls, found.faulty, fault, "", _finite(found.peak), found.memory,
+                        problem.num_experts, found.calls, found.faulty, fault,
+                        peak=_finite(found.peak), memory=found.memory,
                     )  # fmt: skip
                     return result, found.outputs
             notes.append(f"{candidate} refuses the layer ({refusal})")

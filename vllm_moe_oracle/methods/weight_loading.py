@@ -157,15 +157,6 @@ def was_loaded(parameter: Tensor, shard: str, expert: int, local_expert: Callabl
     return any(each in ("", shard) and (number is None or local_expert(number) == expert) for each, number in parts)
 
 
-def rounding_loss(values: Tensor, dtype: torch.dtype) -> float:
-    """The largest relative error of a floating-point tensor's numbers, but for zeros, in another dtype."""
-    if values.is_meta or values.dtype == dtype or not values.is_floating_point() or not values.numel():
-        return 0.0
-    exact = values.to(torch.float32)
-    error = (values.to(dtype).to(torch.float32) - exact).abs() / exact.abs()
-    return float(torch.where(exact == 0, 0.0, error).max())
-
-
 def end_load(parameters: Iterable[Tensor]) -> None:
     """Forgets what was loaded into parameters, whose layer is complete: later loads into them bring new values."""
     for parameter in parameters:

@@ -38,7 +38,6 @@ from ..quantization.types import (
     LayerNames,
 )
 from ..schemes import _wna16_checkpoint, _wna16_parameters
-from ..schemes._packings import PACKINGS, filled_word
 from . import load_summary, rank_sync, weight_loading
 from .base import OracleMoEMethod
 from .dtypes import EmulatedDtypesMixin
@@ -50,8 +49,6 @@ logger = logging.getLogger("vllm.moe_oracle")
 
 _GPT_OSS_SHARDS = {"gpt_oss_w13": "w13", "gpt_oss_w2": "w2"}
 """Shard names of gpt-oss's loader; the first one is a tensor with interleaved rows of gate and up."""
-
-_REMEDY = "Check the model's files, or serve another export of it"
 
 
 class Wna16MoEMethod(OracleMoEMethod):
@@ -133,10 +130,8 @@ class Wna16MoEMethod(OracleMoEMethod):
 
     def _optional_parameters(self) -> list[str]:
         """Names of parameters that a checkpoint of this kind may have beside codes and scales."""
-        packing = _wna16_parameters.packing_of(self.decision.problem)
-        suffixes = ["bias", packing.group_index, packing.zero_point]
-        suffixes += ["weight_shape"] if packing.weight.startswith("weight") else []
-        return [f"{matrix}_{suffix}" for matrix in _wna16_parameters.MATRICES for suffix in suffixes]
+        endings = _wna16_parameters.optional_endings(self.decision.problem.scheme.packing)
+        return [f"{matrix}_{ending}" for matrix in _wna16_parameters.MATRICES for ending in endings]
 
     def _parameter(self, layer: Any, data: Tensor, name: str, canonical: str) -> nn.Parameter:
         return weight_storage.replace_parameter(layer, name, data, weight_loader=self._loader(layer, name, canonical))
@@ -235,61 +230,19 @@ class Wna16MoEMethod(OracleMoEMethod):
             place = _wna16_checkpoint.destination(param.data[local], mine, suffix, each, problem)
             if again:
                 weight_loading.require_equal(place, mine, where)
-            if suffix == "_scale":
-                self._warn_of_rounding(mine, place.dtype)
+            if suffix == "_scale" and (words := _wna16_checkpoint.rounding_warning(mine, place.dtype)):
+                load_summary.warn_once(words, problem.layer)
             place.copy_(mine)
         return True
 
-    def _warn_of_rounding(self, scales: Tensor, dtype: torch.dtype) -> None:
-        """Warns once where the model's dtype changes scales by more than the rounding of bfloat16: float16 has 3.3
-        digits from 6e-5 on, and fewer below."""
-        most = torch.finfo(torch.bfloat16).eps
-        if weight_loading.rounding_loss(scales, dtype) > most:
-            name = str(dtype).removeprefix("torch.")
-            rule = f"{name}, the model's dtype, changes scales of the checkpoint by more than {most:.1%}"
-            words = (
-                f"{rule}, as in stock vLLM: it has fewer digits for numbers of their size. Serve with --dtype bfloat16"
-            )
-            load_summary.warn_once(words, self.decision.problem.layer)
-
     def _check_unread(self, tensor: Tensor, name: str, shard: str, expert: int) -> None:
-        """Validates a tensor that is not read: it must have no effect. Zero points of symmetric weights are not
-        applied, as in vLLM; unusual ones are a warning, because the config may be wrong.
-
-        Raises:
-            CheckpointError: the tensor would have an effect.
-        """
-        problem = self.decision.problem
-        where = f"{problem.layer}, {name}, expert {expert}, {shard}"
-        if name.endswith("_bias") and tensor.any():
-            rule = "the checkpoint has expert biases, which the model's config does not declare"
-            raise CheckpointError(rule, _REMEDY, where)
-        if name.endswith("zero_point" if "weight" in name else "_qzeros"):
-            self._check_zero_points(tensor, where)
-        if name.endswith("_weight_shape") and shard in _wna16_checkpoint.PROJECTION_NAMES:
-            shape = tuple(int(size) for size in tensor.flatten())
-            expected = _wna16_checkpoint.checkpoint_sizes(cast("Shard", shard), problem)
-            if shape != expected:
-                raise CheckpointError(f"weight_shape is {shape}, expected {expected}", _REMEDY, where)
-        if name.endswith("_g_idx") and problem.scheme.group_size != -1:
-            in_order = torch.arange(tensor.numel(), device=tensor.device) // problem.scheme.group_size
-            if tensor.numel() and not (torch.equal(tensor.to(in_order.dtype), in_order) or bool((tensor == 0).all())):
-                rule = "the group index orders the input features, but the config declares no act order"
-                remedy = "Set desc_act (GPTQ) or actorder (compressed-tensors) in the config"
-                raise CheckpointError(rule, remedy, where)
-
-    def _check_zero_points(self, tensor: Tensor, where: str) -> None:
-        bits, packing = self.decision.problem.scheme.bits, PACKINGS[self.file_packing]
-        if tensor.dtype != packing.word_dtype or not tensor.numel():
-            return
-        middle = 1 << bits - 1
-        # Of both storage formats, and zeros of tools that never fill them.
-        usual = [0] if packing.signed else [0, middle, middle - 1]
-        words = [filled_word(code, bits, packing) for code in usual]
-        if not any(bool((tensor == word).all()) for word in words):
-            rule = "the config declares symmetric weights, but the zero points are not those of symmetric weights"
-            remedy = "if they are needed, correct sym (GPTQ), zero_point (AWQ) or symmetric in the config"
-            load_summary.warn_once(f"{rule}; they are not applied: {remedy}", where)
+        """Validates a tensor that is not read; see `_wna16_checkpoint.check_unread_tensor`."""
+        where = f"{self.decision.problem.layer}, {name}, expert {expert}, {shard}"
+        words = _wna16_checkpoint.check_unread_tensor(
+            tensor, name.partition("_")[2], shard, self.decision.problem, self.file_packing, where
+        )
+        if words:
+            load_summary.warn_once(words, where)
 
     # --- converting -------------------------------------------------------------------------------
 

@@ -46,6 +46,26 @@ def packed_bytes(tensor: Tensor, is_scale: bool) -> Tensor:
     return tensor
 
 
+def refuse_bias(tensor: Tensor, where: str) -> None:
+    """Refuses a bias of a layer without biases that is not zero.
+
+    Raises:
+        CheckpointError: a value is not zero.
+    """
+    if tensor.any():
+        rule = "the checkpoint has expert biases, which the model's config does not declare"
+        raise CheckpointError(rule, "Check the model's files, or serve another export of it", where)
+
+
+def rounding_loss(values: Tensor, dtype: torch.dtype) -> float:
+    """The largest relative error of a floating-point tensor's numbers, but for zeros, in another dtype."""
+    if values.is_meta or values.dtype == dtype or not values.is_floating_point() or not values.numel():
+        return 0.0
+    exact = values.to(torch.float32)
+    error = (values.to(dtype).to(torch.float32) - exact).abs() / exact.abs()
+    return float(torch.where(exact == 0, 0.0, error).max())
+
+
 def require_finite(values: Tensor, kind: str, name: str, problem: Problem) -> None:
     """Refuses a parameter with NaN or infinite values.
 

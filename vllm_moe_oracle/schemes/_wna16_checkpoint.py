@@ -8,7 +8,7 @@ file's order of dimensions.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -16,11 +16,12 @@ from torch import Tensor
 from ..core.problem import Problem
 from ..core.sharding import has_group_index, loaded_group_size, shard_size
 from ..errors import CheckpointError
-from ._checks import FLOAT_DTYPES, SHAPE_REMEDY, dtype_name
+from ._checks import FLOAT_DTYPES, SHAPE_REMEDY, dtype_name, refuse_bias, rounding_loss
 from ._packings import (
     PACKINGS,
     Layout,
     codes_to_canonical,
+    filled_word,
     packed_shapes,
     zero_points_from_canonical,
     zero_points_to_canonical,
@@ -95,6 +96,80 @@ def check_checkpoint_tensor(
     if tuple(tensor.shape) != shape:
         rule = f"an expert's tensor has shape {list(tensor.shape)}, expected {list(shape)}"
         raise CheckpointError(rule, SHAPE_REMEDY, where)
+
+
+_REMEDY = "Check the model's files, or serve another export of it"
+
+
+def check_unread_tensor(tensor: Tensor, ending: str, shard: str, problem: Problem, packing: str, where: str) -> str:
+    """Checks a tensor that a checkpoint may have and nothing reads: it must have no effect. Zero points of symmetric
+    weights are not applied, as in vLLM; unusual ones are a warning, because the config may be wrong.
+
+    Args:
+        tensor: of one projection of one expert, of any dtype and shape.
+        ending: the last part of its name, one of `_wna16_parameters.optional_endings`.
+        shard: the projection.
+        problem: the layer.
+        packing: the file's packing.
+        where: layer, parameter and expert, for the message.
+
+    Returns:
+        What to warn of; "" for nothing.
+
+    Raises:
+        CheckpointError: the tensor would have an effect.
+    """
+    names, group = PACKINGS[packing], problem.scheme.group_size
+    if ending == "bias":
+        refuse_bias(tensor, where)
+    if ending == names.zero_point:
+        return _zero_point_warning(tensor, problem.scheme.bits, packing)
+    if ending == "weight_shape" and shard in PROJECTION_NAMES:
+        shape = tuple(int(size) for size in tensor.flatten())
+        expected = checkpoint_sizes(cast("Shard", shard), problem)
+        if shape != expected:
+            raise CheckpointError(f"weight_shape is {shape}, expected {expected}", _REMEDY, where)
+    if ending == names.group_index and group != -1:
+        found, in_order = tensor.to(torch.int64), torch.arange(tensor.numel(), device=tensor.device) // group
+        if tensor.numel() and not (torch.equal(found, in_order) or bool((found == 0).all())):
+            low, high, last = (int(each) for each in (found.min(), found.max(), in_order[-1]))
+            if low < 0 or high > last:
+                rule = (
+                    f"the group index has groups from {low} to {high}; there are {last + 1} of {group} input features"
+                )
+                raise CheckpointError(rule, _REMEDY, where)
+            rule = "the group index orders the input features, but the config declares no act order"
+            raise CheckpointError(rule, "Set desc_act (GPTQ) or actorder (compressed-tensors) in the config", where)
+    return ""
+
+
+def _zero_point_warning(tensor: Tensor, bits: int, packing: str) -> str:
+    form = PACKINGS[packing]
+    if tensor.dtype != form.word_dtype or not tensor.numel():
+        return ""
+    middle = 1 << bits - 1
+    # Of both storage formats, and zeros of tools that never fill them.
+    usual = [0] if form.signed else [0, middle, middle - 1]
+    if any(bool((tensor == filled_word(code, bits, form)).all()) for code in usual):
+        return ""
+    rule = "the config declares symmetric weights, but the zero points are not those of symmetric weights"
+    remedy = "if they are needed, correct sym (GPTQ), zero_point (AWQ) or symmetric in the config"
+    return f"{rule}; they are not applied: {remedy}"
+
+
+def rounding_warning(scales: Tensor, dtype: torch.dtype) -> str:
+    """What to warn of where the model's dtype changes scales by more than the rounding of bfloat16: float16 has 3.3
+    digits from 6e-5 on, and fewer below. "" where it does not.
+
+    Args:
+        scales: as the file stores them.
+        dtype: the model's.
+    """
+    most = torch.finfo(torch.bfloat16).eps
+    if rounding_loss(scales, dtype) <= most:
+        return ""
+    rule = f"{dtype_name(dtype)}, the model's dtype, changes scales of the checkpoint by more than {most:.1%}"
+    return f"{rule}, as in stock vLLM: it has fewer digits for numbers of their size. Serve with --dtype bfloat16"
 
 
 def rank_shard(tensor: Tensor, suffix: str, shard: Shard, problem: Problem, packing: str, rank: int) -> Tensor:

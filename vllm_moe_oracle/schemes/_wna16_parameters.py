@@ -78,6 +78,14 @@ def canonical_names(problem: Problem) -> dict[str, str]:
     }
 
 
+def optional_endings(packing: str) -> tuple[str, ...]:
+    """Last parts of the names of tensors that a checkpoint of a packing may have beside codes and scales. Where
+    `canonical_names` has none of that name, it is only validated (`_wna16_checkpoint.check_unread_tensor`)."""
+    form = PACKINGS[packing]
+    shape = ("weight_shape",) if form.weight.startswith("weight") else ()
+    return ("bias", form.group_index, form.zero_point, *shape)
+
+
 def parameter_shapes(problem: Problem, layout: Layout) -> dict[str, tuple[int, ...]]:
     """Shapes of the layer's parameters in a layout, by canonical name."""
     packing, kept = packing_of(problem), canonical_suffixes(problem)

@@ -8,7 +8,9 @@ the name of a tensor otherwise.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -30,7 +32,7 @@ from ..quantization.fields import short_repr
 from ..quantization.types import GATED_PROJECTIONS, UNGATED_PROJECTIONS, LayerNames
 from ..schemes import _wna16_checkpoint as wna16_files
 from ..schemes import _wna16_parameters as wna16_parameters
-from ..schemes._checks import dtype_name, packed_bytes
+from ..schemes._checks import dtype_name, packed_bytes, refuse_bias
 from ..untrusted import boundary
 
 _MAX_FILES = 4096
@@ -108,6 +110,15 @@ class TensorFiles:
     def names(self) -> Iterator[str]:
         """Names of all tensors."""
         return iter(self._files)
+
+    def names_in(self, module: str) -> list[str]:
+        """Names of the tensors of a module and those inside it, sorted."""
+        first, last = (bisect.bisect_left(self._sorted, module + end) for end in (".", "/"))  # "/" follows "."
+        return self._sorted[first:last]
+
+    @functools.cached_property
+    def _sorted(self) -> list[str]:
+        return sorted(self._files)
 
     def stored(self, name: str) -> str:
         """A tensor's name with that of the file that has it, for messages; of a tensor that is missing its name."""
@@ -256,10 +267,13 @@ class StoredExperts:
         """Checks names, dtypes and shapes of all experts' tensors; nothing but headers is read.
 
         Raises:
-            CheckpointError: a tensor is missing, or has another dtype or shape than the config says.
+            CheckpointError: a tensor is missing, has another dtype or shape than the config says, or an expert has one
+                that the format does not have.
         """
         for index in range(self.problem.num_experts):
-            for canonical, shards in self._tensor_names(index).items():
+            tensors = self._tensor_names(index)
+            self._check_extra(index, tensors)
+            for canonical, shards in tensors.items():
                 for shard, name in shards.items():
                     where = f"{self.problem.layer}, expert {index}, {self.files.stored(name)}"
                     if name not in self.files:
@@ -267,6 +281,73 @@ class StoredExperts:
                         raise CheckpointError("the tensor is missing", remedy, where)
                     if self.projections or index == 0:
                         self._check(self.files.meta(name), canonical, shard, where)
+
+    def _check_extra(self, index: int, tensors: Mapping[str, Shards]) -> None:
+        """Refuses tensors of an expert that no server has a place for."""
+        if not self.projections:
+            return
+        expert = f"{self.module}.{self.first + index}"
+        known = {name for shards in tensors.values() for name in shards.values()}
+        known |= {f"{expert}.{each}.{ending}" for each in self.projections for ending in self._unread_endings}
+        for name in self.files.names_in(expert):
+            if name not in known:
+                scheme = self.problem.scheme
+                rule = f"experts in {scheme.name} of the packing {scheme.packing} have no such tensor"
+                remedy = "Most releases of vLLM end at it: remove it, or fetch the files that belong to this config"
+                raise CheckpointError(rule, remedy, f"{self.problem.layer}, expert {index}, {self.files.stored(name)}")
+
+    @property
+    def _unread_endings(self) -> tuple[str, ...]:
+        """Last parts of the names of tensors that an expert may have and nothing reads."""
+        scheme = self.problem.scheme
+        known = wna16_parameters.optional_endings(scheme.packing) if scheme.name == "wna16" else ("bias",)
+        return tuple(ending for ending in known if ending not in self.endings.values())
+
+    def check_unread(self) -> list[str]:
+        """Checks the tensors that experts have and nothing reads, as a server does when it loads them, and how the
+        model's dtype rounds scales.
+
+        Returns:
+            What to warn of, each with the first tensor of which it is said, and how many there are.
+
+        Raises:
+            DamagedCheckpointError: one would have an effect. The message names expert, tensor and file.
+        """
+        warned: dict[str, list[str]] = {}
+        for index in range(self.problem.num_experts if self.projections else 0):
+            for shard, projection in zip(self._shards, self.projections, strict=True):
+                for ending in (*self._unread_endings, self.endings["_scale"]):
+                    name = f"{self.module}.{self.first + index}.{projection}.{ending}"
+                    if name in self.files and (words := self._check_unread_tensor(name, ending, shard, index)):
+                        warned.setdefault(words, []).append(self.files.stored(name))
+        return [
+            f"{stored[0]}{f' and {len(stored) - 1} more' if stored[1:] else ''}: {words}"
+            for words, stored in warned.items()
+        ]
+
+    def _check_unread_tensor(self, name: str, ending: str, shard: str, index: int) -> str:
+        """What to warn of in a tensor that is not read, or in scales; "" for nothing."""
+        problem = self._one()
+        is_integer, is_scale = problem.scheme.name == "wna16", ending == self.endings["_scale"]
+        if is_scale and (not is_integer or self.files.meta(name).dtype == getattr(torch, problem.dtype)):
+            return ""
+        tensor = self.files.read(name)
+        if is_scale:
+            return wna16_files.rounding_warning(tensor, getattr(torch, problem.dtype))
+        where = f"{self.problem.layer}, expert {index}, {self.files.stored(name)}"
+        try:
+            if is_integer:
+                packing = problem.scheme.packing
+                return wna16_files.check_unread_tensor(tensor, ending, shard, problem, packing, where)
+            refuse_bias(tensor, where)
+        except CheckpointError as error:
+            raise DamagedCheckpointError(error.rule, error.remedy, error.where) from error
+        return ""
+
+    @property
+    def _shards(self) -> tuple[str, ...]:
+        """vLLM's names of an expert's projections, in the order of `projections`."""
+        return ("w1", "w3", "w2") if len(self.projections) == 3 else ("w1", "w2")
 
     @property
     def _module(self) -> Any:
@@ -284,13 +365,12 @@ class StoredExperts:
                 canonical: {canonical[: 3 if canonical.startswith("w13") else 2]: f"{self.module}.{ending}"}
                 for canonical, ending in self.endings.items()
             }
-        *before, down = self.projections
         expert = f"{self.module}.{self.first + index}"
         found: dict[str, Shards] = {}
         for suffix, ending in self.endings.items():
-            shards = dict(zip(("w1", "w3"), before, strict=False))
-            found[f"w13{suffix}"] = {shard: f"{expert}.{name}.{ending}" for shard, name in shards.items()}
-            found[f"w2{suffix}"] = {"w2": f"{expert}.{down}.{ending}"}
+            names = [f"{expert}.{projection}.{ending}" for projection in self.projections]
+            *before, down = zip(self._shards, names, strict=True)
+            found |= {f"w13{suffix}": dict(before), f"w2{suffix}": dict([down])}
         return found
 
     def _check(self, tensor: Tensor, canonical: str, shard: str, where: str) -> None:

@@ -241,6 +241,8 @@ class _Answer:
                 output.print_message("error", f"{each.layer}: {each.backend or 'no backend'}: {each.fault}")
             elif each.fault:
                 output.print_message("note", f"{each.layer}: {each.fault}")
+        for layer, words in dict.fromkeys((each.layer, words) for each in self.results for words in each.warnings):
+            output.print_message("warning", f"{layer}: {words}")
         if self.engagement is not None:
             _print_engagement(self.engagement, self.results, self.as_json)
         if self.damage:
