@@ -834,7 +834,8 @@ def rows_called(case: Case, tokens: Iterable[int]) -> set[int]:
 
     share = {-(-count * case.top_k * case.local_experts // case.experts) for count in (*tokens, SPREAD_TOKENS)}
     chosen = min(case.top_k, len(inputs.sample_experts(case.problem())))
-    checked = {*inputs.call_counts([], 1 << 20), *inputs.REPEATED_COUNTS, inputs.LARGE_CALL, inputs.MAX_LARGE_CALL}
+    checked = {*inputs.call_counts([], 1 << 20), *inputs.REPEATED_COUNTS, inputs.WHOLE_BLOCKS}
+    checked |= {inputs.LARGE_CALL, inputs.MAX_LARGE_CALL}
     small = {count * chosen for count in checked}
     # The converted layer's: one token for each expert on this rank, many tokens, and the last ones once more.
     whole = {count * case.top_k for count in (case.local_experts, MAX_CHECK_TOKENS, converted_layer.FEW_EXPERTS)}

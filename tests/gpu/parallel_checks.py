@@ -154,7 +154,7 @@ def build(table: Table, case: Case, name: str) -> Built:
 def few_kernels(case: Case, name: str) -> Iterator[None]:
     """While it is entered, only kernels are compiled that a check calls: not those that this project's backends compile
     for serving, and of Humming's only those for the checks' numbers of rows."""
-    counts = {*inputs.REPEATED_COUNTS, inputs.NUM_TOKENS, inputs.LARGE_CALL, MAX_CHECK_TOKENS}
+    counts = {*inputs.REPEATED_COUNTS, inputs.NUM_TOKENS, inputs.WHOLE_BLOCKS, inputs.LARGE_CALL, MAX_CHECK_TOKENS}
     rows = backend_table.rows_called(case, counts) | {count * case.top_k for count in counts}
     humming: Any = backend_table.FewKernels(rows) if name.startswith("humming") else nullcontext()
     with mock.patch.object(HopperBackend, "_warm_up", lambda *arguments: []), humming:
