@@ -19,7 +19,7 @@ import torch
 
 from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, UncachedFunctools, exists, load, tree
 from vllm_moe_oracle.core.decision import Candidate, Decision
-from vllm_moe_oracle.core.problem import Device, Problem
+from vllm_moe_oracle.core.problem import Activation, Device, Problem
 from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide
@@ -102,6 +102,13 @@ class StockInstall:
     activations: Any
     methods: Any
     names: dict[str, Any]
+
+    def activation(self, activation: Activation) -> Any:
+        """Stock's member for an activation."""
+        name = f"{activation.name}{'' if activation.gated else '_no_mul'}"
+        if name == "swigluoai" and not activation.interleaved:
+            name = "swigluoai_uninterleave"
+        return self.activations(name)
 
     def oracle(self, scheme: str, **given: Any) -> dict[str, Any]:
         """The names of stock's file that lists the kernels of a scheme, the expert classes among them.

@@ -103,8 +103,9 @@ def stock(layer: Problem, capability: int, release: str = RELEASE) -> dict[str, 
     if layer.scheme.packing == "online" and not exists(release, f"{QUANTIZATION}/online/mxfp4.py"):
         return {}
     install, oracle = _oracle(capability, release)
-    activation = install.activations(layer.activation.name)
-    config = stock_config(layer, activation, getattr(install.methods, _METHODS[layer.routing.method]))
+    config = stock_config(
+        layer, install.activation(layer.activation), getattr(install.methods, _METHODS[layer.routing.method])
+    )
     if layer.scheme.packing == "compressed-tensors":
         return _compressed_tensors(oracle)
     try:

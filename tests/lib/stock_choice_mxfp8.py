@@ -28,7 +28,6 @@ MODELS: dict[str, tuple[int, int, int, int, Activation, Routing]] = {
     "Nemotron-3-Nano": (128, 6, 2688, 1856, RELU2, _NEMOTRON_ROUTING),
     "DeepSeek-V3": (256, 8, 7168, 2048, SILU, _DEEPSEEK_ROUTING),
 }
-STOCK_ACTIVATIONS = {"silu": "silu", "relu2": "relu2_no_mul"}
 STOCK_ROUTING = {"renormalize": "Renormalize", "minimax2": "MiniMax2", "deepseekv3": "DeepSeekV3"}
 DIFFERENCES = {
     "none": (
@@ -64,9 +63,8 @@ def _oracle(capability: int, release: str) -> tuple[StockInstall, dict[str, Any]
 def stock(layer: Problem, capability: int, release: str = RELEASE) -> dict[str, str]:
     """What stock does for the layer: the backend and class it chooses, and what it raises, then or later."""
     install, oracle = _oracle(capability, release)
-    activation = install.activations(STOCK_ACTIVATIONS.get(layer.activation.name, layer.activation.name))
     method = getattr(install.methods, STOCK_ROUTING[layer.routing.method])
-    config = stock_config(layer, activation, method, torch.float32)
+    config = stock_config(layer, install.activation(layer.activation), method, torch.float32)
     try:
         chosen, found = oracle["select_mxfp8_moe_backend"](config=config)
     except ValueError as error:

@@ -136,7 +136,7 @@ def stock(layer: Problem, capability: int, release: str = RELEASE) -> dict[str, 
         return {"backend": "", "class": "", "raises": "ValueError: desc_act=True is no longer supported"}
     install, oracle = _oracle(capability, release)
     fits = oracle["check_moe_marlin_supports_config"]
-    config = stock_config(layer, install.activations("silu"), install.methods.Renormalize)
+    config = stock_config(layer, install.activation(layer.activation), install.methods.Renormalize)
     name, padding, bias = _OF_PACKING[scheme.packing], True, scheme.packing in ("awq", "gptq")
     result = {}
     if scheme.packing in ("awq", "gptq") and not fits(config, scheme.group_size, True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -38,10 +39,22 @@ def _spread(layer: Problem) -> Problem:
     return dataclasses.replace(layer, local_experts=layer.num_experts // 8, parallel=parallel)
 
 
-def _in_gelu(layer: Problem) -> Problem:
-    """The layer with another activation; those of gpt-oss have their own."""
-    interleaved = layer.activation.interleaved
-    return layer if interleaved else dataclasses.replace(layer, activation=Activation("gelu"))
+def _with(activation: Activation) -> Callable[[Problem], Problem]:
+    """Gives layers another activation; those of gpt-oss have their own."""
+    return lambda layer: layer if layer.activation.interleaved else dataclasses.replace(layer, activation=activation)
+
+
+def _of(**fields: Any) -> Callable[[Problem], Problem]:
+    """Changes the format of layers with integers; zero points are for 4 bits of compressed-tensors."""
+
+    def changed(layer: Problem) -> Problem:
+        scheme = layer.scheme
+        has_zero_points = scheme.bits == 4 and scheme.packing == "compressed-tensors"
+        if scheme.name != "wna16" or ("zero_points" in fields and not has_zero_points):
+            return layer
+        return dataclasses.replace(layer, scheme=dataclasses.replace(scheme, **fields))
+
+    return changed
 
 
 VARIANTS: dict[str, Callable[[Problem], Problem]] = {
@@ -50,7 +63,12 @@ VARIANTS: dict[str, Callable[[Problem], Problem]] = {
     "LoRA": lambda layer: dataclasses.replace(layer, lora=True),
     "biases": lambda layer: dataclasses.replace(layer, has_bias=True),
     "float16": lambda layer: dataclasses.replace(layer, dtype="float16"),
-    "gelu": _in_gelu,
+    "gelu": _with(Activation("gelu")),
+    "relu2 without a gate": _with(Activation("relu2", gated=False)),
+    "swigluoai": _with(Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0)),
+    "one scale a row": _of(group_size=-1),
+    "groups of 32": _of(group_size=32),
+    "zero points": _of(zero_points=True),
     "another hidden size": lambda layer: dataclasses.replace(layer, hidden_size=2880),
     "a batched all-to-all": _spread,
 }

@@ -7,7 +7,7 @@ they do not reach, nothing is said: other releases, classes that no backend here
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..backends import Backend
 from ..backends._stock import StockBackend
@@ -15,6 +15,7 @@ from ..core.decision import Candidate, Decision
 from ..core.problem import Device, Problem
 from ..releases import min_versions
 from ..releases.min_versions import vllm_at_least_on
+from ..releases.supported import NEWEST
 from ..settings import AUTO, Settings
 from .checked_backend import is_own, unchecked
 from .registry import Registry
@@ -172,6 +173,8 @@ def _listed(wrappers: list[Candidate], problem: Problem, device: Device, registr
         if not isinstance(backend, StockBackend) or not _is_listed(backend, problem, fallen_back):
             continue
         codes = {reason.code for reason in each.reasons} - _claimed(backend, problem, device)
+        if "activation.parameters" in codes and _came_later(backend, problem, device):
+            continue
         # Marlin's class for MXFP8 takes every size.
         if codes <= ignored | ({"alignment.hidden"} if backend.name == "marlin_mxfp8" else set()):
             refusal = _refused_later(backend, problem)
@@ -182,6 +185,12 @@ def _listed(wrappers: list[Candidate], problem: Problem, device: Device, registr
     return StockChoice(refusal=kernel.get(scheme.name, _no_kernel("WNA16")))
 
 
+def _came_later(backend: StockBackend, problem: Problem, device: Device) -> bool:
+    """Whether the class of a newer release takes a layer's activation, which that of the machine's does not claim."""
+    newest = replace(device, packages={**device.packages, "vllm": NEWEST})
+    return "activation.parameters" not in {reason.code for reason in backend.check(problem, newest).reasons}
+
+
 def _refused_later(backend: StockBackend, problem: Problem) -> str:
     """The error with which stock ends after it has chosen a class, when it makes or fills the layer's weights; "" where
     there is none."""
@@ -190,9 +199,11 @@ def _refused_later(backend: StockBackend, problem: Problem) -> str:
         return f"ValueError: MXFP8 MoE requires intermediate_size_per_partition divisible by 32, got {size}"
     if backend.name == "marlin_mxfp8" and not problem.activation.gated and size % 64:
         return f"RuntimeError: {size} rows of non-gated experts are padded as if they were twice as many"
-    if scheme.name == "wna16" and scheme.group_size == -1 and "MARLIN" not in backend.stock_kernel:
+    if scheme.name != "wna16" or scheme.packing != "compressed-tensors":
+        return ""
+    if scheme.group_size == -1 and "MARLIN" not in backend.stock_kernel:
         return f'AssertionError: weight_quant.strategy == "group" ({backend.name})'
-    if scheme.name == "wna16" and scheme.packing == "compressed-tensors" and size % max(scheme.group_size, 1):
+    if size % max(scheme.group_size, 1):
         return "ValueError: CompressedTensors WNA16 MoE with static group scales requires whole groups"
     return ""
 
@@ -243,8 +254,8 @@ def _is_listed(backend: Backend, problem: Problem, fallen_back: bool) -> bool:
         if kernel == "TRITON":
             return scheme.packing != "awq" or fallen_back
         # vLLM's name of such weights is not among those that Humming's class knows.
-        unknown = scheme.packing == "compressed-tensors" and scheme.zero_points and scheme.bits == 4
-        return not (kernel == "HUMMING" and unknown)
+        unknown = scheme.zero_points and scheme.bits == 4 and scheme.group_size != 32
+        return not (kernel == "HUMMING" and scheme.packing == "compressed-tensors" and unknown)
     return True
 
 
