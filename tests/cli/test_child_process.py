@@ -34,8 +34,8 @@ class Answer:
     def __init__(self, status):
         self.status = status
 
-    def ended(self, why):
-        print("so far;", why)
+    def ended(self, why, was_asked):
+        print("so far;" if was_asked else "so far, by its own fault;", why)
         return self.status
 
 child_process.begin()
@@ -91,7 +91,7 @@ def test_the_parent_prints_what_is_known(wanted: int) -> None:
     keep = f"child_process.keep(Answer({wanted}))\n"
     ended, out, err = work_in_child(keep + IN_A_KERNEL.format("os._exit(0)"))
     assert ended == (wanted or 1)
-    assert out == "so far; ended with status 0 before it was done" + PLACE and not err
+    assert out == "so far, by its own fault; ended with status 0 before it was done" + PLACE and not err
     ended, out, err = work_in_child(keep + "child_process.keep(None)\nos._exit(0)")
     assert (ended, out, err) == (1, "", SAID.format("status 0") + "\n")
 
@@ -256,14 +256,32 @@ open({str(file)!r}, "w").write(str([each.si_code for each in found]))
     assert file.read_text() == f"[{child_process._SI_KERNEL}]"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("keep", ["", "child_process.keep(Answer(1))\n"])
 def test_a_signal_that_ends_the_child_ends_the_parent(
-    begin: Callable[[str], tuple[subprocess.Popen[str], int]], number: signal.Signals
+    begin: Callable[[str], tuple[subprocess.Popen[str], int]], number: signal.Signals, keep: str
 ) -> None:
-    process, child = begin(WAITS)
+    """After what is known, and what ran; no backend is blamed."""
+    indented = WAITS.replace("\n", "\n    ")
+    process, child = begin(f"{keep}{IN_A_KERNEL.format(chr(10) + '    ' + indented)}")
     os.kill(process.pid, number)
-    assert process.communicate(timeout=60) == ("", "")
+    words = f"ended with signal {number.name} before it was done, in a kernel, in the check of a layer"
+    assert process.communicate(timeout=60) == (
+        f"so far; {words}\n" if keep else "",
+        f"error: the process of the command {words}\n",
+    )
     assert process.returncode == -number and has_ended(child)
+
+
+def test_a_signal_ends_the_tool_whose_streams_are_gone(
+    begin: Callable[[str], tuple[subprocess.Popen[str], int]],
+) -> None:
+    process, child = begin(f"child_process.keep(Answer(1))\n{WAITS}")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(60) == -signal.SIGTERM and has_ended(child)
 
 
 def test_the_child_ends_with_a_parent_that_is_killed(
@@ -282,5 +300,7 @@ def test_ctrl_c_three_times_kills_what_hangs(begin: Callable[[str], tuple[subpro
         assert not has_ended(process.pid, 2 * child_process._ONE_CTRL_C)
     os.kill(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert err == "note: the process is still running; Ctrl-C once more kills it\n"
+    note, line = err.splitlines()
+    assert note == "note: the process is still running; Ctrl-C once more kills it"
+    assert line.startswith("error: the process of the command ended with signal SIGKILL before it was done")
     assert process.returncode == -signal.SIGINT and has_ended(child)

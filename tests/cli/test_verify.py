@@ -55,10 +55,11 @@ def test_a_checkpoint_that_is_right(run: cli.Run, model: Path) -> None:
     found = run("verify", model)
     assert found.status == 0, found.err
     assert "2 of 2 layers agree with the float32 reference" in found.out
-    table, _, legend = found.out.partition("error: ")
+    table, _, legend = found.out.partition("relative errors (L2): ")
     columns = re.search(r"verdict +(.*)", table)
     assert columns is not None and columns[1].split() == ["error", "worst", "allowed", "beyond", "experts", "seconds"]
-    assert all(f"{each}: " in f"error: {legend}" for each in ("error", "worst", "allowed", "beyond"))
+    assert all(re.search(rf"\b{each}(:| is| of) ", legend) for each in ("error", "worst", "allowed", "beyond"))
+    assert re.search("^(error|warning|note): ", found.out, re.MULTILINE) is None  # as messages on standard error begin
     assert "inputs: embedding, the layer's norm, the layer's router" in found.out
     assert "[1/2] model.layers.1.mlp.experts" in found.err
     told = run("verify", model, "--json", "--device", "cpu")
@@ -441,7 +442,13 @@ def test_an_interrupted_run_continues(
 
     monkeypatch.setattr(verifying.Verification, "_compare", interrupted)
     first = run("verify", model, "--resume", file)
-    assert first.status == 130 and "interrupted after 1 of 2 layers" in first.out and NAMES[0][:9] in first.out
+    words = f"interrupted after 1 of 2 layers; {file} keeps the results of 1. The same command goes on\n"
+    command = f"vllm-moe-oracle verify {model} --resume {file}\n"
+    assert first.status == 130 and NAMES[0][:9] in first.out and " ".join(words.split()) in " ".join(first.out.split())
+    assert first.out.endswith(f"\n{command}")
+    assert "interrupted after 1 of 2 layers; --resume FILE keeps what is done\n" in run("verify", model).out
+    again = run("verify", model, "--resume", file, "--json")
+    assert again.json["interrupted"] and f"note: {words.strip()}: {command.strip()} --json\n" in again.err
     monkeypatch.setattr(verifying.Verification, "_compare", compare)
     with file.open("ab") as opened:
         opened.write(b'{"layer": "model.lay')  # killed while it wrote

@@ -4,6 +4,7 @@ layers were compared, and the answer stays what it is."""
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 
@@ -125,7 +126,8 @@ def test_a_process_that_ends_is_a_failure_of_its_layer(
 def test_tables_and_what_was_kept_before_the_process_ended(package: Path, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "kept.jsonl"
     found = verify(package, "class", "os._exit(0)", model, "--resume", file)
-    assert found.returncode == 1 and "ended after 2 of 2 layers; --resume FILE keeps" in found.stdout
+    assert found.returncode == 1 and "ended after 2 of 2 layers; " in " ".join(found.stdout.split())
+    assert f"{file} keeps the results of 1. The same command goes on" in " ".join(found.stdout.split())
     assert [line.split()[1] for line in found.stdout.splitlines() if line.startswith(("  0 ", "  1 "))] == [
         "ok",
         "ENDED",
@@ -133,6 +135,23 @@ def test_tables_and_what_was_kept_before_the_process_ended(package: Path, model:
     assert len(file.read_text().splitlines()) == 2
     found = verify(package, "nowhere", "", model, "--resume", file)
     assert found.returncode == 0 and "[0/2]" not in found.stderr and "[1/2]" in found.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_tool_blames_no_layer(package: Path, model: Path, number: signal.Signals) -> None:
+    """It ends by the signal, as a shell expects, after what it has compared and one line."""
+    fault = f"os.kill(os.getppid(), {number.value}); signal.pause()"
+    found = verify(package, "class", fault, model)
+    assert found.returncode == -number
+    assert "ended after 1 of 2 layers; --resume FILE keeps what is done\n" in found.stdout
+    assert "1 of 2 layers agree" in found.stdout and "ENDED" not in found.stdout
+    (line,) = [line for line in found.stderr.splitlines() if line.startswith("error: ")]
+    words = f"error: the process of the command ended with signal {number.name} before it was done, in backend theirs"
+    assert line.startswith(words) and "MOE_ORACLE_DISABLE" not in line
+    told = verify(package, "class", fault, model, "--json")
+    answer = json.loads(told.stdout)
+    assert told.returncode == -number and answer["interrupted"]
+    assert [(each["layer"], each["status"]) for each in answer["layers"]] == [(LAYERS[0], "passed")]
 
 
 def test_an_import_that_ends_the_process(package: Path, model: Path) -> None:

@@ -10,6 +10,7 @@ backend (`watchdog.third_party_code`) or to print (`output.write`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -52,14 +53,15 @@ _OTHERS = "by a user, or by the system for lack of memory"
 class Unfinished(Protocol):
     """What a command can still say where its process ends: it is pickled by the child, and printed by the parent."""
 
-    def ended(self, why: str) -> int:
+    def ended(self, why: str, was_asked: bool) -> int:
         """Prints it.
 
         Args:
             why: how the process ended, and what ran, as a sentence without its subject and period.
+            was_asked: a signal to this tool ended it, which speaks against nothing that ran. The parent says so.
 
         Returns:
-            The exit status, which may not be 0.
+            The exit status, which may not be 0; that of a signal is the signal's.
         """
 
 
@@ -137,7 +139,7 @@ class _Child:
         if found:
             _, remedy = found[-1]
             words += f", in {', in '.join(each for each, _ in reversed(found))}"
-            words += f"; {remedy}" if remedy and code != -signal.SIGKILL else ""
+            words += f"; {remedy}" if remedy and -code not in (signal.SIGKILL, *_FORWARDED) else ""
         return sanitize(words)
 
 
@@ -222,9 +224,12 @@ def _end_as(process: int, shared: _Child) -> NoReturn:
     status = EXIT_UNHEALTHY
     try:
         code, got = _wait(process)
-        if shared.status is None and -code in got:
+        was_asked = -code in got
+        if shared.status is None and was_asked:
+            with contextlib.suppress(OSError):  # a terminal that has gone, which nobody reads
+                _exit_status(code, shared, was_asked)
             _end_by(-code)
-        status = _exit_status(code, shared, -code in got)
+        status = _exit_status(code, shared, was_asked)
     except Exception:  # a fault of ours, or a closed standard output: it must not go on as the child does
         traceback.print_exc()
     finally:
@@ -286,10 +291,10 @@ def _exit_status(code: int, shared: _Child, was_asked: bool) -> int:
         return shared.status or (code if code >= 0 else 128 - code)
     if sys.stderr.isatty():
         output.write_error_text("\x1b[?25h\n")  # a progress bar hides the cursor
-    why, answer = shared.why(code), shared.answer
-    if answer is None:
+    why, answer, status = shared.why(code), shared.answer, EXIT_UNHEALTHY
+    if answer is not None:
+        status = answer.ended(why, was_asked) or EXIT_UNHEALTHY
+        sys.stdout.flush()
+    if answer is None or was_asked:
         output.print_message("error", f"the process of the command {why}")
-        return EXIT_UNHEALTHY
-    status = answer.ended(why) or EXIT_UNHEALTHY
-    sys.stdout.flush()
     return status

@@ -44,7 +44,7 @@ _WORDS = {
 
 
 _LEGEND = (
-    "error: relative error (L2) of all outputs together; worst: of the worst block of 32 columns, column or token",
+    "relative errors (L2): error is of all outputs together, worst of the worst block of 32 columns, column or token",
     "allowed: the largest error that the formats explain; beyond: blocks with a larger one",
 )
 """What the columns of the table are."""
@@ -80,7 +80,8 @@ Exit status:
   2  the input cannot be used: no checkpoint or a config that is not read, an
      option, a report of another model; one line on standard error says what
   3  this vLLM has the model no more
-  130  interrupted; --resume continues
+  130  interrupted: what was compared is printed, and --resume continues
+  143  ended by SIGTERM: the same
 """
 
 
@@ -136,6 +137,7 @@ def _check(answer: _Answer, config: CheckpointFiles, settings: Settings, dtype: 
         kept = None
         if resume is not None:
             kept = verifying.ResumeFile(resume, made)
+            answer.resume = str(resume)
             stack.callback(kept.close)
             if kept.results:
                 output.print_message("note", f"{len(kept.results)} results are of an earlier run, from {resume}")
@@ -187,6 +189,8 @@ class _Answer:
         results: results of the layers so far.
         running: the layer and the backend that are being compared.
         stopped: how the check stopped before its end; "" where it did not.
+        resume: the file that keeps results; "" for none.
+        command: the words that run this command again.
         damage: what is damaged in the files, which ended the check; "" where nothing is.
     """
 
@@ -199,6 +203,8 @@ class _Answer:
     results: list[LayerResult] = field(default_factory=list)
     running: tuple[str, ...] = ()
     stopped: str = ""
+    resume: str = ""
+    command: str = field(default_factory=output.command_line)
     damage: str = ""
 
     @property
@@ -207,11 +213,25 @@ class _Answer:
         wrong = bool(self.damage) or any(each.status not in _GOOD for each in self.results)
         return wrong or (self.engagement is not None and not self.engagement.complete)
 
-    def ended(self, why: str) -> int:
+    @property
+    def remainder(self) -> tuple[str, str]:
+        """Where a check that stopped did so and what is kept of it, and the command that goes on; "" where nothing is
+        kept."""
+        done = len({each.layer for each in self.results})
+        words = f"{self.stopped} after {done} of {self.total} layers"
+        if not self.resume:
+            return f"{words}; --resume FILE keeps what is done", ""
+        kept = len({each.layer for each in self.results if each.backend and each.status != "ended"})
+        return f"{words}; {self.resume} keeps the results of {kept}. The same command goes on", self.command
+
+    def ended(self, why: str, was_asked: bool) -> int:
         """See `child_process.Unfinished`."""
         from ...measuring.verifying import LayerResult
 
         self.stopped = "ended"
+        if was_asked:
+            self.print()
+            return EXIT_FAILED
         if self.running:
             layer, backend = self.running
             self.results.append(LayerResult(layer, backend, "ended", fault=f"the process that checked it {why}"))
@@ -247,6 +267,8 @@ class _Answer:
             _print_engagement(self.engagement, self.results, self.as_json)
         if self.damage:
             output.print_message("error", self.damage)
+        if self.stopped and self.as_json:
+            output.print_message("note", ": ".join(filter(None, self.remainder)))
 
     def _print_tables(self) -> None:
         output.show(f"{self.machine}, vLLM {self.machine.packages.get('vllm', 'unknown')}")
@@ -261,6 +283,11 @@ class _Answer:
         if any(each.calls for each in self.results):
             output.show("", *_LEGEND)
         output.show("", *_summary(self))
+        if self.stopped:
+            words, command = self.remainder
+            output.show(words)
+            if command:
+                output.show_line(command)
 
 
 def _engagement_json(engagement: Engagement) -> dict[str, Any]:
@@ -282,7 +309,6 @@ def _row(result: LayerResult) -> tuple[str, ...]:
 def _summary(answer: _Answer) -> Iterator[str]:
     """What the table amounts to, in lines."""
     results, total = answer.results, answer.total
-    names = {each.layer for each in results}
     compared = [each for each in results if each.calls]
     passed = {each.layer for each in results} - {each.layer for each in results if each.status != "passed"}
     yield f"{len(passed)} of {total} layers agree with the float32 reference on the checkpoint's weights"
@@ -301,8 +327,6 @@ def _summary(answer: _Answer) -> Iterator[str]:
         yield f"not quantized, not compared: {compact_layer_names(answer.unquantized)}"
     if answer.unsupported_formats:
         yield f"in formats that are not read, not compared: {compact_layer_names(answer.unsupported_formats)}"
-    if answer.stopped:
-        yield f"{answer.stopped} after {len(names)} of {total} layers; --resume FILE keeps what is done"
 
 
 def _print_engagement(engagement: Engagement, results: list[LayerResult], as_json: bool) -> None:
