@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +116,81 @@ def test_explaining_takes_what_the_command_takes(tmp_path: Path) -> None:
         api.explain_checkpoint(tmp_path, "h30")
 
 
+def _case() -> api.Problem:
+    scheme = api.Scheme("mxfp8", 8, 32, "modelopt")
+    return api.Problem("layer", scheme, 8, 8, 2, 256, 256, api.Activation("silu"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": "2"}, "tp is '2'; it must be int"),
+        ({"tp": 2.0}, "tp is 2.0; it must be int"),
+        ({"dp": True}, "dp is True; it must be int"),
+        ({"ep": 1}, "ep is 1; it must be bool"),
+        ({"device": None}, "the name of a device is None. Give a text such as h200"),
+        ({"quantization": 5}, "quantization is 5; it must be str"),
+        ({"all2all_backend": 5}, "all2all is 5; it must be str"),
+        ({"moe_backend": None}, "moe_backend is None; it must be str"),
+        ({"draft_moe_backend": 5}, "draft_moe_backend is 5; it must be str"),
+        ({"dtype": None}, "dtype is None; it must be str"),
+        ({"lora": "no"}, "lora is 'no'; it must be bool"),
+        ({"lora_target_modules": "experts"}, "lora_target_modules is 'experts'; it must be tuple"),
+        ({"lora_target_modules": [5]}, "lora_target_modules has 5; it must be str"),
+        ({"lora_target_modules": 5}, "lora_target_modules is 5; it must be tuple"),
+        ({"eplb": 0}, "eplb is 0; it must be bool"),
+        ({"batch_invariant": None}, "batch_invariant is None; it must be bool"),
+        ({"expert_placement_strategy": 5}, "5 is not one of linear, round_robin"),
+        ({"settings": {}}, "settings is {}; it must be Settings"),
+        ({"failures": ()}, "failures is (); it must be list or None"),
+        ({"path": 5}, "5: cannot be read"),
+    ],
+)
+def test_arguments_of_another_type_are_named(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = Path(__file__).parent / "golden" / "configs" / "gpt-oss-20b.json"
+    arguments = {"path": config, "device": "nvidia-h200", "settings": api.load_settings({}), **options}
+    with pytest.raises(api.OracleError, match=re.escape(message)) as caught:
+        api.explain_checkpoint(**arguments)
+    assert isinstance(caught.value, ValueError) and not isinstance(caught.value, api.NoBackendError)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: dataclasses.replace(_case(), hidden_size=-1), "layer: hidden_size is -1; it must be at least 1"),
+        (lambda: dataclasses.replace(_case(), num_layers=-1), "layer: num_layers is -1; it must be at least 0"),
+        (lambda: dataclasses.replace(_case(), dtype="int8"), "dtype is 'int8'. Valid are bfloat16, float16, float32"),
+        (lambda: dataclasses.replace(_case(), top_k=9), "layer: 9 experts for each token, of 8 in all"),
+        (lambda: dataclasses.replace(_case(), scheme="mxfp8"), "scheme is 'mxfp8'; it must be Scheme"),
+        (lambda: api.Device("foo", "x"), "kind is 'foo'. Valid are cuda, cpu, rocm, xpu"),
+        (lambda: api.Device("cuda", "x", "90"), "capability is '90'; it must be int"),
+        (lambda: api.Device("cuda", "x", -1), "capability is -1; it must be at least 0"),
+        (lambda: api.Device("cpu", "x", features=("avx2", 5)), "features has 5; it must be str"),
+        (lambda: api.Device("cpu", "x", packages={"vllm": 5}), "packages has 5; it must be str"),
+        (lambda: api.Activation("silu", alpha="1"), "alpha is '1'; it must be float or None or int"),
+        (lambda: api.Routing(num_groups="2"), "num_groups is '2'; it must be int or None"),
+        (lambda: api.Parallel(tp=0), "tp is 0; it must be at least 1"),
+        (lambda: api.Parallel(format="x"), "format is 'x'. Valid are standard, batched"),
+        (lambda: api.Scheme("wna16", 0, 32, "gptq"), "0 bits in groups of 32"),
+        (lambda: api.known_device(5), "the name of a device is 5"),
+        (lambda: api.scheme_functions(None), "name is None; it must be str"),
+        (lambda: api.decide(_case(), "h200", api.load_settings({})), "device is 'h200'; it must be Device"),
+        (lambda: api.decide(_case(), api.known_device("cpu"), None), "settings is None; it must be Settings"),
+        (lambda: api.discover()["marlin"], "'marlin' is not a backend"),
+        (lambda: api.load_settings(5), "environment is 5; it must be Mapping or None"),
+        (lambda: api.load_settings({}, assignments=5), "assignments is 5; it must be Mapping or None"),
+        (lambda: api.load_settings({"MOE_ORACLE_BACKEND": 5}), "MOE_ORACLE_BACKEND is 5; it must be str"),
+    ],
+)
+def test_values_that_are_not_possible_are_the_projects_errors(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(api.OracleError, match=re.escape(message)):
+        call()
+
+
 def test_misspelled_names_are_errors_that_list_the_valid_ones() -> None:
-    with pytest.raises(ValueError, match=r"name is 'fp8'; valid are mxfp8, wna16, mxfp4"):
+    with pytest.raises(ValueError, match=r"name is 'fp8'\. Valid are mxfp8, wna16, mxfp4"):
         api.Scheme("fp8", 8, 32, "modelopt")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"act_order is 'yes'; valid are none, group, static"):
+    with pytest.raises(ValueError, match=r"act_order is 'yes'\. Valid are none, group, static"):
         api.Scheme("wna16", 4, 32, "gptq", act_order="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'mxpf8' is not one of the schemes\. Did you mean mxfp8\?"):
         api.scheme_functions("mxpf8")  # type: ignore[arg-type]

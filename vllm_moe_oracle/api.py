@@ -156,18 +156,22 @@ def explain_checkpoint(
     Raises:
         CheckpointError: the checkpoint cannot be read; `errors.DeploymentError` where its layers cannot be sharded so.
         NoBackendError: no backend can run a layer, and `failures` is None.
-        SettingError: a setting or a number of ranks is invalid, or a name of a device, a backend, a dtype or an
-            all-to-all is unknown.
+        SettingError: a setting or a number of ranks is invalid, a name of a device, a backend, a dtype or an all-to-all
+            is unknown, or an argument has another type.
     """
     from . import settings as settings_module
     from .checkpoint.files import read_checkpoint
     from .checkpoint.ranks import Ranks
     from .checkpoint.served_layers import Server, decide_layers
+    from .core.field_checks import check_value
+    from .core.problem import Device
     from .devices.catalog import known_device
     from .releases.all2all import DEFAULT_ALL2ALL
 
+    check_value("quantization", quantization, (str,))
+    check_value("failures", failures, (list, type(None)))
     server = Server.make(
-        known_device(device) if isinstance(device, str) else device,
+        device if isinstance(device, Device) else known_device(device),
         settings if settings is not None else settings_module.load(),
         Ranks(tp, dp, ep, all2all_backend or DEFAULT_ALL2ALL),
         moe_backend=moe_backend,
@@ -197,7 +201,7 @@ def scheme_functions(name: SchemeName) -> ModuleType:
         name: ``mxfp8``, ``mxfp4`` or ``wna16``.
 
     Raises:
-        ValueError: another name.
+        SettingError: another name. It is a ValueError.
     """
     return _public_module("schemes", name)
 
@@ -209,7 +213,7 @@ def layout_functions(name: str) -> ModuleType:
         name: e.g. ``wgmma_fragments``, ``mma_tiles``, ``scales``; the package `vllm_moe_oracle.layouts` has them.
 
     Raises:
-        ValueError: there is no such module.
+        SettingError: there is no such module. It is a ValueError.
     """
     return _public_module("layouts", name)
 
@@ -218,16 +222,18 @@ def _public_module(package: str, name: str) -> ModuleType:
     """A module of one of this project's packages.
 
     Raises:
-        ValueError: there is no public module of that name.
+        SettingError: there is no public module of that name.
     """
     import pkgutil
 
-    from .errors import did_you_mean
+    from .core.field_checks import check_value
+    from .errors import SettingError, did_you_mean
 
+    check_value("name", name, (str,))
     folder = Path(__file__).parent / package
     names = sorted(each.name for each in pkgutil.iter_modules([str(folder)]) if not each.name.startswith("_"))
     if name not in names:
-        raise ValueError(
-            f"{name!r} is not one of the {package}. {did_you_mean(name, names)}Valid are {', '.join(names)}"
+        raise SettingError(
+            f"{name!r} is not one of the {package}", f"{did_you_mean(name, names)}Valid are {', '.join(names)}"
         )
     return importlib.import_module(f".{package}.{name}", __package__)

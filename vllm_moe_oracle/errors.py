@@ -213,6 +213,10 @@ class SettingError(OracleError, ValueError):
     """A setting has an unknown name or an invalid value."""
 
 
+class FieldError(SettingError):
+    """A part of a case, such as a layer or a device, has a value that is not possible."""
+
+
 class CheckpointError(OracleError, ValueError):
     """A checkpoint or its config cannot be used."""
 
@@ -258,6 +262,10 @@ class NoBackendError(OracleError, ValueError):
 
 class RegistryError(OracleError):
     """A backend cannot be registered: its import fails, its type is wrong, or its name is taken."""
+
+
+class UnknownBackendError(OracleError, KeyError):
+    """A registry has no backend of a name."""
 
 
 class BackendDefect(OracleError, RuntimeError):

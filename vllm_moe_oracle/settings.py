@@ -24,6 +24,7 @@ from .core import objectives
 from .core.decimals import parse_decimal
 from .core.env_vars import ENV_PREFIX
 from .core.env_vars import env_var as env_var
+from .core.field_checks import check_value
 from .core.overrides import Override, parse_overrides
 from .errors import SettingError, did_you_mean
 
@@ -367,6 +368,8 @@ def load(
     Raises:
         SettingError: an unknown name or an invalid value.
     """
+    for name, given in (("environment", environment), ("assignments", assignments)):
+        check_value(name, given, (Mapping, type(None)))
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
 
@@ -386,6 +389,7 @@ def load(
         if key.startswith(ENV_PREFIX):
             if key not in variables:
                 raise _unknown_setting(key, sorted(variables), "environment")
+            check_value(key, value, (str,))
             if not value.strip():
                 continue
             put(variables[key], value, f"environment variable {key}")

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import OracleError, describe_error, sanitize
+from .errors import FieldError, OracleError, describe_error, sanitize
 
 MAX_DEPTH = 50
 """Most lists and objects around a value."""
@@ -34,7 +34,8 @@ _PIECE_BYTES = 1 << 20
 
 @contextlib.contextmanager
 def boundary(kind: type[OracleError], rule: str, remedy: str = "", where: str = "") -> Iterator[None]:
-    """Turns every exception of reading foreign data into one of `kind`; errors of this project pass.
+    """Turns every exception of reading foreign data into one of `kind`. Errors of this project pass, but for those that
+    know no file: values that no field has.
 
     Args:
         kind: the error to raise.
@@ -47,9 +48,9 @@ def boundary(kind: type[OracleError], rule: str, remedy: str = "", where: str = 
     """
     try:
         yield
-    except OracleError:
-        raise
     except Exception as error:  # parsers of foreign text raise many types, not all of them listed
+        if isinstance(error, OracleError) and not isinstance(error, FieldError):
+            raise
         raise kind(f"{rule}: {describe(error)}", remedy, where) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..core.field_checks import check_fields
 from ..core.problem import Parallel
 from ..errors import SettingError
 from ..releases.all2all import DEFAULT_ALL2ALL, is_batched
@@ -27,6 +28,9 @@ class Ranks:
     dp: int = 1
     ep: bool = False
     all2all: str = DEFAULT_ALL2ALL
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def total(self) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from ..core.decision import Candidate, Decision
+from ..core.field_checks import check_fields
 from ..core.lora import targets_experts
 from ..core.measurement_set import MeasurementSet
 from ..core.overrides import first_match
@@ -59,6 +60,9 @@ class Server:
     eplb: bool
     round_robin: bool
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     @classmethod
     def make(
         cls,
@@ -91,16 +95,36 @@ class Server:
             expert_placement_strategy: as vLLM's option.
 
         Raises:
-            SettingError: a number of ranks below one, options that contradict each other, or a name of an all-to-all or
-                a dtype that is unknown.
+            SettingError: an option of another type, a number of ranks below one, options that contradict each other, or
+                a name of an all-to-all or a dtype that is unknown.
         """
+        modules = lora_target_modules
+        if isinstance(modules, Sequence) and not isinstance(modules, str):
+            modules = tuple(modules)
+        given = cls(
+            device,
+            settings,
+            ranks,
+            moe_backend,
+            draft_moe_backend,
+            dtype,
+            batch_invariant,
+            lora,
+            modules,  # type: ignore[arg-type]  # checked there
+            eplb,
+            round_robin=False,
+        )
         ranks.check()
-        round_robin = is_round_robin(expert_placement_strategy, eplb, ranks.spreads_experts)
         model, draft = (each.lower().replace("-", "_") for each in (moe_backend, draft_moe_backend))  # as vLLM does
         exchange = effective_all2all(ranks.all2all, device.packages.get("vllm"))
-        ranks, modules = dataclasses.replace(ranks, all2all=exchange), tuple(lora_target_modules)
-        named = (model, draft or model, read_dtype_option(dtype))
-        return cls(device, settings, ranks, *named, batch_invariant, lora, modules, eplb, round_robin)
+        return dataclasses.replace(
+            given,
+            ranks=dataclasses.replace(ranks, all2all=exchange),
+            moe_backend=model,
+            draft_moe_backend=draft or model,
+            dtype=read_dtype_option(dtype),
+            round_robin=is_round_robin(expert_placement_strategy, eplb, ranks.spreads_experts),
+        )
 
     def find_layers(self, read: CheckpointFiles, quantization: str = "") -> MoeLayers:
         """The layers of a checkpoint on one rank.

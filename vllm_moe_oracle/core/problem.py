@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
+
+from ..errors import FieldError
+from .field_checks import AtLeast, OneOf, check_fields
 
 SchemeName = Literal["mxfp8", "wna16", "mxfp4"]
 ActivationPrecision = Literal["16bit", "mxfp8", "mxfp4", "fp8", "fp8_token", "int8"]
 ActOrder = Literal["none", "group", "static"]
 ActivationFormat = Literal["standard", "batched"]
 Placement = Literal["linear", "round_robin"]
+_Count = Annotated[int, AtLeast(1)]
+_Size = Annotated[int, AtLeast(0)]
 
 _FINER_SCALES: dict[ActivationPrecision, tuple[ActivationPrecision, ...]] = {"fp8": ("mxfp8",)}
 """Precisions that satisfy a declared one as well: the same dtype, with scales for smaller groups."""
@@ -74,17 +79,15 @@ class Scheme:
     activations: ActivationPrecision = "16bit"
 
     def __post_init__(self) -> None:
-        for name, kind in (("name", SchemeName), ("act_order", ActOrder), ("activations", ActivationPrecision)):
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; valid are {', '.join(get_args(kind))}")
+        check_fields(self)
         if self.name == "wna16":
             if self.bits < 1 or (self.group_size < 1 and self.group_size != -1):
-                raise ValueError(f"{self.bits} bits in groups of {self.group_size}; a group of -1 is a whole row")
+                raise FieldError(f"{self.bits} bits in groups of {self.group_size}; a group of -1 is a whole row")
         elif (self.bits, self.group_size) != (_MX_BITS[self.name], MX_BLOCK):
             expected = f"{self.name} has {_MX_BITS[self.name]} bits in groups of {MX_BLOCK}"
-            raise ValueError(f"{self.bits} bits in groups of {self.group_size}; {expected}")
+            raise FieldError(f"{self.bits} bits in groups of {self.group_size}; {expected}")
         elif self.zero_points or self.act_order != "none":
-            raise ValueError(f"{self.name} has neither zero points nor act order")
+            raise FieldError(f"{self.name} has neither zero points nor act order")
 
     @property
     def rows_are_separable(self) -> bool:
@@ -122,6 +125,9 @@ class Activation:
     limit: float | None = None
     interleaved: bool = False
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     def __str__(self) -> str:
         parts = [
             f"{key}={getattr(self, key):g}" for key in ("alpha", "beta", "limit") if getattr(self, key) is not None
@@ -153,6 +159,9 @@ class Routing:
     correction_bias: bool = False
     apply_router_weight_on_input: bool = False
     hash_routing: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def of_routed_tokens(self) -> Routing:
         """The part that concerns kernels that get routed tokens."""
@@ -194,16 +203,14 @@ class Parallel:
         placement: vLLM's expert placement: ``linear`` gives a rank contiguous experts, ``round_robin`` every ep-th.
     """
 
-    tp: int = 1
-    ep: int = 1
-    dp: int = 1
+    tp: _Count = 1
+    ep: _Count = 1
+    dp: _Count = 1
     format: ActivationFormat = "standard"
     placement: Placement = "linear"
 
     def __post_init__(self) -> None:
-        for name in ("tp", "ep", "dp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        check_fields(self)
 
     @property
     def is_batched(self) -> bool:
@@ -226,6 +233,9 @@ class Parallel:
         return f"TP {self.tp // self.dp} x DP {self.dp}" if self.splits_over_dp else f"TP {self.tp}"
 
 
+DTYPES = ("bfloat16", "float16", "float32")
+"""Dtypes in which vLLM serves models."""
+
 RANK_LOCAL_FIELDS = ("layer", "local_experts")
 """Fields of a `Problem` that ranks of one layer may differ in, or that are compared otherwise: experts need not divide
 evenly among ranks, and layers are compared by name."""
@@ -245,7 +255,7 @@ class Problem:
         intermediate_size: intermediate size of an expert on this rank, unpadded.
         activation: the activation between w13 and w2.
         has_bias: w13 and w2 of every expert have a bias.
-        dtype: the model's dtype: ``bfloat16``, ``float16`` or ``float32``.
+        dtype: the model's dtype, one of `DTYPES`.
         routing: how tokens are routed to experts.
         parallel: how the layer is distributed over ranks.
         lora: LoRA adapters may be applied to the experts.
@@ -262,32 +272,31 @@ class Problem:
 
     layer: str
     scheme: Scheme
-    num_experts: int
-    local_experts: int
-    top_k: int
-    hidden_size: int
-    intermediate_size: int
+    num_experts: _Count
+    local_experts: _Count
+    top_k: _Count
+    hidden_size: _Count
+    intermediate_size: _Count
     activation: Activation
     has_bias: bool = False
-    dtype: str = "bfloat16"
+    dtype: Annotated[str, OneOf(DTYPES)] = "bfloat16"
     routing: Routing = field(default_factory=Routing)
     parallel: Parallel = field(default_factory=Parallel)
     lora: bool = False
     eplb: bool = False
     batch_invariant: bool = False
-    ragged_intermediate_size: int = 0
+    ragged_intermediate_size: _Size = 0
     even_expert_split: bool = False
-    num_layers: int = 0
-    unpadded_intermediate_size: int = 0
+    num_layers: _Size = 0
+    unpadded_intermediate_size: _Size = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "local_experts", "top_k", "hidden_size", "intermediate_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{self.layer}: {name} is {getattr(self, name)}; it must be at least 1")
+        check_fields(self, str(self.layer))
         if self.local_experts > self.num_experts:
-            raise ValueError(f"{self.layer}: {self.local_experts} local experts of {self.num_experts} in all")
+            raise FieldError(f"{self.local_experts} local experts of {self.num_experts} in all", where=self.layer)
         if self.top_k > self.num_experts:
-            raise ValueError(f"{self.layer}: {self.top_k} experts for each token, of {self.num_experts} in all")
+            rule = f"{self.top_k} experts for each token, of {self.num_experts} in all"
+            raise FieldError(rule, where=self.layer)
 
     @property
     def w13_rows(self) -> int:
@@ -347,29 +356,46 @@ class Problem:
         return ", ".join(words + [self.dtype] + [name for name, on in flags if on])
 
 
+DEVICE_KINDS = ("cuda", "cpu", "rocm", "xpu")
+"""Kinds of device that rules distinguish."""
+
+_IMPLIED_FEATURES = {
+    "amx_bf16": ("amx_tile",),
+    "avx512_bf16": ("avx512f", "avx2"),
+    "avx512f": ("avx2",),
+}
+"""Instruction sets that a CPU with another one has, as compilers take it for granted (``gcc -mavx512bf16``)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """The machine that a decision is for.
 
     Attributes:
-        kind: ``cuda``, ``cpu``, ``rocm`` or ``xpu``.
+        kind: one of `DEVICE_KINDS`.
         name: the product's name, e.g. ``NVIDIA H200``.
         capability: CUDA compute capability, 90 for sm_90; 0 for other devices.
         sm_count: streaming multiprocessors; 0 for other devices.
         memory_gib: memory of one device in GiB, of a CPU what this process may use; 0 when unknown.
-        features: instruction sets that rules depend on, e.g. ``amx_bf16``, ``avx512f``.
+        features: instruction sets that rules depend on, e.g. ``amx_bf16``, ``avx512f``; those that they imply follow
+            them.
         packages: versions of the installed packages that rules depend on, by distribution name.
         driver: version of the GPU's driver; "" when unknown.
     """
 
-    kind: str
+    kind: Annotated[str, OneOf(DEVICE_KINDS)]
     name: str
-    capability: int = 0
-    sm_count: int = 0
-    memory_gib: float = 0.0
+    capability: _Size = 0
+    sm_count: _Size = 0
+    memory_gib: Annotated[float, AtLeast(0)] = 0.0
     features: tuple[str, ...] = ()
     packages: dict[str, str] = field(default_factory=dict, hash=False)
     driver: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        implied = (each for name in self.features for each in _IMPLIED_FEATURES.get(name, ()))
+        object.__setattr__(self, "features", tuple(dict.fromkeys((*self.features, *implied))))
 
     def __str__(self) -> str:
         return f"{self.name} (sm_{self.capability})" if self.kind == "cuda" else f"{self.name} ({self.kind})"

@@ -23,7 +23,15 @@ from .. import backends as builtin_package
 from .. import settings
 from ..backends import Backend
 from ..core.problem import SchemeName
-from ..errors import RegistryError, SettingError, describe_error, did_you_mean, is_interruption, sanitize
+from ..errors import (
+    RegistryError,
+    SettingError,
+    UnknownBackendError,
+    describe_error,
+    did_you_mean,
+    is_interruption,
+    sanitize,
+)
 from ..releases.vllm_names import MOE_BACKENDS
 from ..settings import AUTO
 from . import watchdog
@@ -104,14 +112,15 @@ class Registry:
         """The backend of a name.
 
         Raises:
-            KeyError: there is none; the message has the valid names.
+            UnknownBackendError: there is none; the message has the valid names. It is a KeyError.
         """
         try:
             return self._backends[name]
         except KeyError:
             names = sorted(self._backends)
-            words = f"{name!r} is not a backend. {did_you_mean(name, names)}Valid are {', '.join(names)}"
-            raise KeyError(words) from None
+            suggestion = did_you_mean(name, names) if isinstance(name, str) else ""
+            remedy = f"{suggestion}Valid are {', '.join(names)}"
+            raise UnknownBackendError(f"{name!r} is not a backend", remedy) from None
 
     def __contains__(self, name: str) -> bool:
         return name in self._backends

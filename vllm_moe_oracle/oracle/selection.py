@@ -21,6 +21,7 @@ from ..core.decision import (
     TokenRange,
     format_candidates,
 )
+from ..core.field_checks import check_value
 from ..core.measurement_set import MeasurementSet
 from ..core.objectives import parse_objective
 from ..core.overrides import first_match
@@ -116,8 +117,16 @@ def decide(
     Raises:
         NoBackendError: no backend can run the layer, or the requested one cannot (and ``on_unavailable`` is not
             ``fallback``). The message holds every candidate's every reason.
-        SettingError: the setting `disable` names an unknown backend, or an override takes too long to match.
+        SettingError: the setting `disable` names an unknown backend, an override takes too long to match, or an
+            argument has another type.
     """
+    for name, value, kind in (
+        ("problem", problem, Problem),
+        ("device", device, Device),
+        ("settings", settings, Settings),
+        ("moe_backend", moe_backend, str),
+    ):
+        check_value(name, value, (kind,))
     registry = registry if registry is not None else default_registry()
     candidates = evaluate_candidates(problem, device, settings, registry)
     case = _DecisionInput(problem, device, settings, registry, candidates)
