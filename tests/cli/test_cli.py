@@ -462,12 +462,44 @@ def test_a_device_can_come_from_a_file(run: Run, write: Write, tmp_path: Path) -
     assert (data["device"]["name"], data["device"]["capability"]) == ("NVIDIA H300", 95)
 
 
+@pytest.mark.parametrize("release", ["", "0.32.0"])
+def test_a_file_that_names_a_gpu_gets_the_answer_for_its_name(
+    release: str, run: Run, write: Write, tmp_path: Path
+) -> None:
+    """Also beside an installed vLLM of another release, which is no part of that machine."""
+    file, config = tmp_path / "there.json", write()
+    file.write_text('{"kind": "cuda", "name": "NVIDIA H200"}')
+    asked = ("--vllm", release) if release else ()
+    assert (
+        run("explain", config, "--device", file, *asked).out == run("explain", config, "--device", "h200", *asked).out
+    )
+    file.write_text('{"kind": "cuda", "name": "Foo", "capability": 90}')
+    found = run("explain", config, "--device", file, *asked)
+    assert (
+        "not installed" not in found.text
+        and f"vLLM {release or NEWEST} with its kernel packages (assumed)" in found.out
+    )
+    file.write_text('{"kind": "cuda", "name": "NVIDIA H200", "packages": {"torch": "2.13.0"}}')
+    found = run("explain", config, "--device", file)
+    assert "vLLM not installed" in found.out and "(assumed)" not in found.out
+
+
+@pytest.mark.parametrize(
+    ("release", "nearest"), [("0.27.0", "0.27.1"), ("0.25", "0.25.1"), (NEWEST, ""), (NEWEST.removesuffix(".0"), "")]
+)
+def test_an_untested_release_is_said_to_be_so(release: str, nearest: str, run: Run, write: Write) -> None:
+    asked = ("explain", write(), "--device", "h200", "--vllm", release)
+    notes = [each for each in run(*asked, "--json").json["notes"] if "not tested itself" in each]
+    assert len(notes) == bool(nearest) and all(f"nearest tested release is {nearest}" in each for each in notes)
+    assert run(*asked).text.count("not tested itself") == len(notes)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (
             ("CONFIG", "--device", "nvidia-h30"),
-            "--device: unknown device 'nvidia-h30'. Valid are cpu, nvidia-a100,",
+            "--device: unknown device 'nvidia-h30'. Valid are cpu, nvidia-a10, nvidia-a100,",
         ),
         (("nowhere",), "nowhere: no such file or folder. Give a checkpoint's folder or its config.json"),
         (("",), "CHECKPOINT: the path is empty. Give a checkpoint's folder"),

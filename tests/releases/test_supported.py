@@ -184,7 +184,26 @@ def test_support_says_what_was_verified() -> None:
     assert said == f"vLLM 0.27.1: supported; tested sources, registration{serving}; same adapter as 0.27.1"
     unlisted = release_support("0.32.9")
     assert (unlisted.tested, unlisted.verified) == (False, ())
-    assert str(unlisted) == f"vLLM 0.32.9: not tested itself; same adapter as 0.31.0 to {NEWEST}"
+    said = f"vLLM 0.32.9: not tested itself; same adapter as 0.31.0 to {NEWEST}; the nearest tested release is 0.32.0"
+    assert str(unlisted) == said
+
+
+@pytest.mark.parametrize(
+    ("version", "nearest", "tested"),
+    [
+        ("0.27.0", "0.27.1", False),
+        ("0.25", "0.25.1", False),
+        ("0.28.5+cu130", "0.28.0", False),
+        ("0.1", RELEASES[0], False),
+        ("9.9", NEWEST, False),
+        ("main", NEWEST, False),
+        ("v0.33", "0.33.0", True),
+        ("0.33.0rc1+cpu", "0.33.0", True),
+    ],
+)
+def test_the_nearest_tested_release(version: str, nearest: str, tested: bool) -> None:
+    found = release_support(version)
+    assert (found.nearest, found.tested) == (nearest, tested)
 
 
 def test_the_table_has_every_release() -> None:

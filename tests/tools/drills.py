@@ -91,7 +91,7 @@ _GPU = f"{PACKAGE}/devices/nvidia-h150.json"
 
 def _add_gpu(tree: TreeCopy) -> None:
     spec = json.loads((tree.root / PACKAGE / "devices" / "nvidia-h200.json").read_text(encoding="utf-8"))
-    spec |= {"name": "NVIDIA H150", "aliases": ["h150"], "memory_gib": 80}
+    spec |= {"name": "NVIDIA H150", "aliases": ["H150 SXM"], "memory_gib": 80}
     tree.add(_GPU, json.dumps(spec, indent=1) + "\n")
 
 
@@ -359,7 +359,7 @@ DRILLS: Mapping[str, Drill] = {
         1,
         _add_gpu,
         {
-            "an alias is used twice": edit(_GPU, '"h150"', '"h200"'),
+            "an alias is used twice": edit(_GPU, '"H150 SXM"', '"h200"'),
             "bandwidth in terabytes": _bandwidth_in_terabytes,
             "a field is misspelled": edit(_GPU, '"sm_count"', '"sms"'),
         },

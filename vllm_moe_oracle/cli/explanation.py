@@ -11,7 +11,6 @@ from ..checkpoint.ranks import Ranks
 from ..core.decision import Candidate, Decision
 from ..core.problem import Device
 from ..core.sharding import describe_loaded_group
-from ..devices.detect import installed_packages
 from ..measurements.roofline import expert_bytes
 from ..measurements.stock_gain import not_timed, time_errors
 from . import output
@@ -19,8 +18,8 @@ from .layer_groups import LayerGroup
 
 
 def vllm_version(device: Device) -> str | None:
-    """The vLLM that the answer is for: the machine's, else the one that is installed here."""
-    return device.packages.get("vllm") or installed_packages().get("vllm")
+    """The vLLM that the answer is for, the machine's; None where it has none."""
+    return device.packages.get("vllm")
 
 
 def print_json(groups: list[LayerGroup], layers: MoeLayers, notes: list[str], device: Device, brief: bool) -> None:

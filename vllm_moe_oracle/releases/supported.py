@@ -156,6 +156,7 @@ class ReleaseSupport:
         release: the version asked for.
         group: first and last tested release that share its adapter.
         tested: whether it is one of the tested releases itself.
+        nearest: the nearest tested release: itself, or the last one that is not of a later minor version.
         verified: what the tests verify for it: ``sources``, ``registration``, ``serving``. Empty for a release that is
             not tested itself.
     """
@@ -163,13 +164,15 @@ class ReleaseSupport:
     release: str
     group: tuple[str, str]
     tested: bool
+    nearest: str
     verified: tuple[str, ...]
 
     def __str__(self) -> str:
         first, last = self.group
         group = first if first == last else f"{first} to {last}"
         if not self.tested:
-            return f"vLLM {self.release}: not tested itself; same adapter as {group}"
+            untested = f"vLLM {self.release}: not tested itself; same adapter as {group}"
+            return f"{untested}; the nearest tested release is {self.nearest}"
         return f"vLLM {self.release}: supported; tested {', '.join(self.verified)}; same adapter as {group}"
 
 
@@ -188,12 +191,14 @@ def release_support(version: str) -> ReleaseSupport:
     """What the tests verify for a version."""
     group = release_group(version).releases
     try:
-        name = ".".join(map(str, Version(version).release))
+        release = Version(Version(version).base_version)
     except InvalidVersion:
-        name = version
-    tested = name in RELEASES
-    verified = ("sources", "registration", *(("serving",) if name in CPU_RELEASES else ())) if tested else ()
-    return ReleaseSupport(version, (group[0], group[-1]), tested, verified)
+        return ReleaseSupport(version, (group[0], group[-1]), False, NEWEST, ())
+    begun = [each for each in RELEASES if Version(each).release[:2] <= release.release[:2]]
+    nearest = begun[-1] if begun else RELEASES[0]
+    tested = Version(nearest) == release
+    verified = ("sources", "registration", *(("serving",) if nearest in CPU_RELEASES else ())) if tested else ()
+    return ReleaseSupport(version, (group[0], group[-1]), tested, nearest, verified)
 
 
 def support_table() -> str:

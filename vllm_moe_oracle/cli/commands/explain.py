@@ -30,7 +30,7 @@ from ...oracle.registry import default_registry, describe_load_error
 from ...oracle.stock_choice import StockChoice
 from ...releases.all2all import DEFAULT_ALL2ALL, all2all_names
 from ...releases.models import unbalanced_model
-from ...releases.supported import RELEASES, check_platform, packages_of
+from ...releases.supported import RELEASES, check_platform, packages_of, release_support
 from ...settings import AUTO, Settings, env_var, excluded_by_vllm
 from ...settings import batch_invariant as batch_invariant_variable
 from .. import EXIT_NO_BACKEND, completion, explanation, output
@@ -62,8 +62,8 @@ _DeviceName = Annotated[
     str,
     name_option(
         f"auto (this machine), {', '.join(known_device_names())}, or a JSON file with at least kind and name, as "
-        "status --json prints it. A name stands for the newest tested vLLM; short forms such as h200 and 4090 are "
-        "known. cpu stands for a machine with AVX2 and enough memory.",
+        "status --json prints it. A name, and a file without packages, stands for the newest tested vLLM; short forms "
+        "such as h200 and 4090 are known. cpu stands for a machine with AVX2 and enough memory.",
         lambda: ["auto", *known_device_names()],
         "NAME|FILE",
     ),
@@ -197,7 +197,7 @@ def command(
     else:
         for words in unread:
             output.print_message("note", words)
-        assumed = bool(vllm) or catalog.find_spec(device) is not None
+        assumed = bool(vllm) or machine.packages == catalog.default_packages(machine.kind)
         explanation.print_groups(groups, notes, machine, server.ranks, brief, verbose, assumed)
     if server.refusal(layers) or server.refused_profile or any(group.is_refused for group in groups):
         raise typer.Exit(EXIT_NO_BACKEND)
@@ -438,6 +438,8 @@ def _registration_notes(settings: Settings, method: str, groups: list[LayerGroup
         check_platform(device.kind, device.name)
         if (vllm := vllm_version(device)) is not None:
             check_release(vllm, settings.force)
+            if not (support := release_support(vllm)).tested:
+                yield str(support)
     except StandDown as error:
         if not groups or any(str(error) not in group.failure for group in groups):
             yield f"the plugin would stand down, and vLLM choose by itself: {error}"
