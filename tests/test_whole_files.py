@@ -65,6 +65,16 @@ def test_a_file_keeps_its_mode_and_a_link_its_target(tmp_path: Path) -> None:
     assert (tmp_path / "new").stat().st_mode == usual.stat().st_mode
 
 
+def test_a_link_that_leads_to_itself_is_not_replaced(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "other")
+    (tmp_path / "other").symlink_to(link)
+    for write in (write_whole, append_whole):
+        with pytest.raises(OSError, match="symbolic links"):
+            write(link, b"after")
+    assert link.is_symlink() and len(os.listdir(tmp_path)) == 2
+
+
 def test_a_name_of_the_greatest_length_is_written(tmp_path: Path) -> None:
     file = tmp_path / ("n" * 250 + ".html")
     write_whole(file, b"page")

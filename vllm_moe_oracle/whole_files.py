@@ -30,7 +30,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Raises:
         OSError: the file cannot be replaced. It is as it was, and nothing lies beside it. Or it is a pipe that no
-            process reads, which would be waited for without an end.
+            process reads, which would be waited for without an end, or a link that leads to itself.
     """
     if _is_special(path):
         with tempfile.TemporaryDirectory() as folder:
@@ -40,6 +40,8 @@ def replacing(path: Path) -> Iterator[Path]:
         return
     descriptor = _open_descriptor(path)
     path = Path(os.path.realpath(path))
+    if path.is_symlink():  # the real path of a link that leads to itself is a link
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     partial = path.with_name(f".moe-oracle-{os.getpid()}{path.suffix}")
     try:
         yield partial

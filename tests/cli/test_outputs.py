@@ -30,6 +30,30 @@ def start(*arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]
     return subprocess.run(command, capture_output=True, cwd=ROOT, timeout=120, **options)
 
 
+@COMMANDS
+def test_a_closed_standard_output_ends_as_of_every_command(command: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = [sys.executable, "-m", "vllm_moe_oracle.cli", *command, "-"]
+    ended = subprocess.run(line, stdout=writer, stderr=subprocess.PIPE, cwd=ROOT, timeout=120)
+    os.close(writer)
+    assert (ended.returncode, b"error" in ended.stderr) == (141, False), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("to", "reason"), [("page.html", "it is a link that leads to itself"), ("nowhere/page.html", "it is a link into ")]
+)
+@COMMANDS
+def test_a_link_that_leads_to_no_file_stays(
+    command: tuple[str, ...], to: str, reason: str, run: Run, tmp_path: Path
+) -> None:
+    link = tmp_path / "page.html"
+    link.symlink_to(tmp_path / to)
+    result = run(*command, link)
+    assert result.status == 2 and f"{link} cannot be written: {reason}" in result.err
+    assert os.readlink(link) == str(tmp_path / to) and os.listdir(tmp_path) == [link.name]
+
+
 def is_whole(command: tuple[str, ...], data: bytes, folder: Path) -> bool:
     """Whether the bytes are what the command writes, and nothing else."""
     if command is PAGE:

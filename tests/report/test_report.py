@@ -651,11 +651,19 @@ def test_errors_of_the_command_are_one_line(run: Run, tmp_path: Path) -> None:
         ((tmp_path / "none", "-o", tmp_path / "none" / "r.html"), "--output: "),  # before files are read
         ((tmp_path / "none", "-o", "r.html", "--svg", "/proc/x"), "--svg: /proc/x cannot be made or written in"),
         ((bench, "-o", tmp_path), "cannot be written"),
-        ((write(tmp_path / "h.jsonl", HEAD),), "nothing to report"),
+        ((write(tmp_path / "h.jsonl", HEAD),), f"{tmp_path / 'h.jsonl'}: holds no measurement. Measure: "),
         ((write(tmp_path / "x.jsonl", {}),), "Give a file of bench --jsonl, of tune --export, or the one that MOE_OR"),
     ):
         result = run("report", *arguments)
         assert result.status == 2 and words in result.err and result.err.count("\n") == 1
+
+
+def test_a_file_without_measurements_is_named_beside_others(run: Run, tmp_path: Path) -> None:
+    empty, full = write(tmp_path / "h.jsonl", HEAD), bench_file(tmp_path / "b.jsonl")
+    result = run("report", empty, full, "-o", tmp_path / "page.html")
+    assert result.status == 0 and f"note: {empty} holds no measurement" in result.err
+    result = run("report", empty, empty, "-o", tmp_path / "none.html")
+    assert result.status == 2 and not (tmp_path / "none.html").exists()
 
 
 def test_without_its_libraries_it_says_how_to_get_them(

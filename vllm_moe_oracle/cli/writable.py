@@ -32,6 +32,11 @@ def why_unwritable(path: Path, appended: bool = False) -> str:
         return f"there is no directory {path.parent}"
     if os.path.isdir(path):
         return "it is a directory"
+    real = os.path.realpath(path)  # a link stays, and the file that it leads to is written
+    if os.path.islink(real):
+        return "it is a link that leads to itself"
+    if not os.path.isdir(os.path.dirname(real)):
+        return f"it is a link into {os.path.dirname(real)}, which is no directory"
     try:
         exists = path.exists()
         kind = path.stat().st_mode if exists else 0
@@ -39,9 +44,9 @@ def why_unwritable(path: Path, appended: bool = False) -> str:
         return getattr(error, "strerror", None) or str(error)
     if stat.S_ISBLK(kind) or stat.S_ISSOCK(kind):
         return f"it is a {'disk' if stat.S_ISBLK(kind) else 'socket'}"
-    places = [path] if exists else [path.parent]
+    places = [path] if exists else [Path(real).parent]
     if exists and path.is_file() and not appended:
-        places.append(Path(os.path.realpath(path)).parent)
+        places.append(Path(real).parent)
     return "" if all(os.access(each, os.W_OK) for each in places) else "permission denied"
 
 
@@ -169,10 +174,13 @@ def writing(path: Path) -> Iterator[None]:
     """Says which file it is that cannot be written.
 
     Raises:
-        MeasurementError: the code inside raised an `OSError`.
+        BrokenPipeError: the reader of a pipe is gone: `cli.main` ends as for every other output.
+        MeasurementError: the code inside raised another `OSError`.
     """
     try:
         yield
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise MeasurementError(f"cannot be written: {describe(error)}", WRITE_REMEDY, str(path)) from error
 

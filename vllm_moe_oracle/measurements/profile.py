@@ -354,6 +354,8 @@ def write(profile: Profile, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, data)
+    except BrokenPipeError:  # as for every output of a command
+        raise
     except OSError as error:
         raise MeasurementError(f"cannot be written: {error.strerror}", WRITE_REMEDY, str(path)) from error
 

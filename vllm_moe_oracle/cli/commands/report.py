@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -63,15 +64,9 @@ def command(
     if svg is not None and (reason := writable.why_unwritable_folder(svg)):
         raise MeasurementError(f"{svg} cannot be made or written in: {reason}", "Name another folder", "--svg")
     chosen = command_settings(assignments)
-    content = page_data.ReportContent()
-    for path in files or []:
-        content += page_data.read(path, chosen)
-    if not files:
-        content = _local_content(chosen)
-    content = page_data.deduplicate(content)
+    content = page_data.deduplicate(_content_of(files, chosen) if files else _local_content(chosen))
     if not content.panels and not content.servers:
-        remedy = "Measure: vllm-moe-oracle tune MODEL, or bench MODEL --jsonl FILE; or name a file"
-        raise MeasurementError("there is nothing to report", remedy)
+        raise MeasurementError("there is nothing to report", f"{_MEASURE}; or name a file")
     with output.status_spinner(f"drawing plots of {len(content.panels)} layers"):
         page, plots = html_report.render(content, output.command_line())
     written = {to: page}
@@ -89,6 +84,27 @@ def command(
         output.print_message("note", note)
     if not writable.is_standard_output(to):
         output.show(f"written: {to}" + (f", and {len(plots)} plots in {svg}" if svg is not None else ""))
+
+
+_MEASURE = "Measure: vllm-moe-oracle tune MODEL, or bench MODEL --jsonl FILE"
+
+
+def _content_of(files: Sequence[Path], settings: Settings) -> ReportContent:
+    """What files hold; a note names those that hold nothing.
+
+    Raises:
+        MeasurementError: a file cannot be read, or none holds a measurement.
+    """
+    content, empty = ReportContent(), []
+    for path in files:
+        found = page_data.read(path, settings)
+        if not found.panels and not found.servers:
+            empty.append(str(path))
+        content += found
+    if len(empty) == len(files):
+        raise MeasurementError("holds no measurement", _MEASURE, ", ".join(empty))
+    notes = tuple(f"{path} holds no measurement" for path in empty)
+    return dataclasses.replace(content, notes=content.notes + notes)
 
 
 def _print_figures(content: ReportContent) -> None:
