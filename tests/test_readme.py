@@ -212,6 +212,7 @@ def test_generate_counts_the_decisions_that_it_changes(
     monkeypatch.setattr(generate, "FILES", {table.path: lambda _: made})
     monkeypatch.setattr(generate.evidence, "is_stale", lambda: False)
     monkeypatch.setattr(generate.release_names, "is_stale", lambda: False)
+    monkeypatch.setattr(generate.config_defaults, "is_stale", lambda: False)
     monkeypatch.setattr("sys.argv", ["generate"])
     assert generate.main() == 1
     first, second = capsys.readouterr().out.splitlines()

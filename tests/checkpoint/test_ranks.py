@@ -169,7 +169,7 @@ def test_the_remedy_is_the_nearest_number_that_works(tp: int, dp: int, ep: bool,
 @pytest.mark.parametrize("tp", [1 << 17, 10**20])
 def test_ranks_that_no_field_limits_have_a_limit(tp: int, tmp_path: Path) -> None:
     """A model whose experts are not quantized, and whose config does not say how many heads it has."""
-    data = quantized(quantization_config=None, num_attention_heads=None)
+    data = quantized(model_type="other_moe", quantization_config=None, num_attention_heads=None)
     (tmp_path / "config.json").write_text(json.dumps(data))
     with pytest.raises(CheckpointError, match=f"^.*: {tp} ranks are more than 65536.* Use fewer"):
         find_moe_layers(read_checkpoint(tmp_path), Ranks(tp))

@@ -47,10 +47,17 @@ def test_a_field_that_a_config_has_twice_is_noted(tmp_path: Path) -> None:
     assert found.problems[0].num_experts == json.loads((tmp_path / "config.json").read_text())["num_experts"] == 32
 
 
+UNKNOWN = {"model_type": "other_moe"}
+"""A model type whose defaults nobody knows."""
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts": None}, "'qwen3_moe' is a name of models with experts, and none of num_experts, .* is set"),
+        (
+            UNKNOWN | {"num_experts": None},
+            "'other_moe' is a name of models with experts, and none of num_experts, .* is set",
+        ),
         ({"model_type": None, "architectures": None, "num_hidden_layers": None}, "is not the config of a model: none"),
         ({"num_experts": 0}, "has no MoE layers"),
         ({"mlp_only_layers": list(range(48))}, "none of the 48 layers has experts"),
@@ -60,14 +67,16 @@ def test_a_field_that_a_config_has_twice_is_noted(tmp_path: Path) -> None:
         ({"num_experts": "many"}, "num_experts is 'many', not an integer"),
         ({"num_experts": True}, "num_experts is True, not an integer"),
         ({"num_experts": [128]}, "num_experts is None, not an integer"),
-        ({"num_experts_per_tok": None}, "none of num_experts_per_tok, .* is set"),
+        (UNKNOWN | {"num_experts_per_tok": None}, "none of num_experts_per_tok, .* is set"),
         ({"num_experts_per_tok": 129}, "129 experts for each token, of 128 in all"),
         ({"num_experts_per_tok": 8.5}, "num_experts_per_tok is 8.5"),
         ({"hidden_size": {}}, "hidden_size is {}, not an integer"),
         ({"hidden_size": 0}, "hidden_size is 0, not between"),
         ({"moe_intermediate_size": -1}, "moe_intermediate_size is -1"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, not between 1 and 1024"),
-        ({"num_hidden_layers": None}, "none of num_hidden_layers, "),
+        (UNKNOWN | {"num_hidden_layers": None}, "none of num_hidden_layers, "),
+        (UNKNOWN | {"moe_intermediate_size": None}, "none of moe_intermediate_size, .* is set"),
+        (UNKNOWN | {"hidden_size": None}, "none of .*, hidden_size, .* is set"),
         ({"decoder_sparse_step": "often"}, "decoder_sparse_step is 'often'"),
         ({"hidden_act": 3}, "the activation is 3, not a name"),
         ({"swiglu_limit": "high"}, "swiglu_limit is 'high', not a number"),
@@ -93,7 +102,7 @@ def test_a_field_that_a_config_has_twice_is_noted(tmp_path: Path) -> None:
         ({"block_configs": [{}]}, "block_configs .* does not read"),
         ({"hybrid_override_pattern": "E" * 5000}, "has 5000 layers, more than 1024"),
         (
-            {"num_experts": None, "ffn_config": {"moe_num_experts": 16}},
+            UNKNOWN | {"num_experts": None, "ffn_config": {"moe_num_experts": 16}},
             r"ffn_config.moe_num_experts describes its experts, .*; the experts are in mxfp8",
         ),
         ({"quantization_config": "MXFP8"}, "quantization_config is 'MXFP8', not an object"),

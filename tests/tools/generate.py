@@ -12,6 +12,7 @@ kernels were measured again, unless ``--as-predictions`` is given. Generated are
   and examples/kubernetes.yaml names,
 * the recipes in examples/recipes/,
 * `releases/vllm_names.py`, where a supported release was not read for it,
+* `checkpoint/config_defaults.py`, where transformers and vLLM are installed,
 * the golden decisions, each file with the number of decisions that change. What stock vLLM chooses beside them is
   computed from its sources where the file is of another release than the newest or lacks a row, and with ``--stock``
   everywhere: after a change of `tests/lib/stock_choice_<scheme>.py`. That takes a minute.
@@ -41,6 +42,7 @@ from tests.lib.releases import ReleaseUnavailable
 from tests.tools import (
     accuracy_tables,
     batched_table,
+    config_defaults,
     coverage_table,
     evidence,
     kernel_tables,
@@ -351,6 +353,10 @@ def main() -> int:
         stale.append(str(release_names.FILE.relative_to(ROOT)))
         if write:
             subprocess.run([sys.executable, "-m", "tests.tools.release_names"], cwd=ROOT, check=True)
+    if config_defaults.is_stale():
+        stale.append(str(config_defaults.FILE.relative_to(ROOT)))
+        if write:
+            config_defaults.FILE.write_text(config_defaults.renewed(), encoding="utf-8")
     tables = {table.path: table for table in TABLES}
     for path, make in FILES.items():
         text = path.read_text(encoding="utf-8") if path.exists() else ""

@@ -14,6 +14,7 @@ from ..quantization.fields import short_repr
 from ..untrusted import boundary, exists, parse_json, read_file
 from . import mistral_params
 from .hub_cache import cached_snapshot, is_hub_name
+from .missing_fields import with_defaults
 from .tensor_headers import has_nonzero_expert_biases
 
 MAX_CONFIG_BYTES = 32 << 20
@@ -27,7 +28,8 @@ class CheckpointFiles:
     Attributes:
         path: the config.json, or Mistral's params.json.
         full_config: its content, params.json's in the fields of a config.json.
-        model_config: the part that describes the language model: all of it, or its ``text_config``.
+        model_config: the part that describes the language model: all of it, or its ``text_config``; with the fields
+            that it leaves out, as a server reads them.
         has_text_config: `model_config` is such a part.
         quantization: the quantization config, and the file and field that it came from; None when there is none.
         expert_biases: a folder's tensors have biases of experts, where the quantization leaves that to them.
@@ -84,6 +86,8 @@ def _read_checkpoint(path: Path, needs_tensors: bool) -> CheckpointFiles:
         top = mistral_params.as_model_config(top, str(file))
     model, nested = _text_config(top, file)
     quantization = _quantization_config(top, model, file, notes)
+    if file.name != mistral_params.FILE_NAME:  # which vLLM reads by itself
+        model = with_defaults(model, str(model.get("model_type") or top.get("model_type") or ""))
     told = quantization is not None and has_expert_biases(quantization[0])
     folder = path if path.is_dir() else None
     biases = told and folder is not None and has_nonzero_expert_biases(folder)

@@ -160,6 +160,12 @@ def mtp_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[tu
 
 
 _LISTS_OF_LAYERS = ("mlp_layer_types", "is_moe_layer", "layers_block_type", "moe_layer_freq", "mlp_only_layers")
+PLACE_FIELDS = (
+    *_LISTS_OF_LAYERS, "hybrid_override_pattern", "moe_layers_enum", "first_k_dense_replace", "num_dense_layers",
+    "moe_layer_start_index", "moe_layer_end_index", "decoder_sparse_step", "interleave_moe_layer_step",
+    "moe_layer_interval", "expert_layer_period", "expert_layer_offset",
+)  # fmt: skip
+"""Fields that say which layers have experts."""
 _CHARS_OF_AN_INDEX = 6  # with comma and space
 
 

@@ -14,6 +14,7 @@ from ..quantization.fields import read_boolean, read_string, short_repr, shorten
 from ..quantization.gpt_oss import reject_compressed_tensors
 from ..releases.expert_names import min_expert_width
 from .files import CheckpointFiles
+from .missing_fields import has_known_defaults
 from .model_fields import (
     ERNIE_VL_MODELS,
     MAX_EXPERTS,
@@ -39,6 +40,11 @@ INTERMEDIATE_SIZE_FIELDS = (
     "expert_ffn_hidden_size",
     "intermediate_size",
 )
+_DENSE_WIDTH_MODELS = frozenset(
+    {"arctic", "grok-1", "hunyuan", "minimax_m1", "minimax_m3", "minimax_m3_text", "minimax_text_01", "MiniMaxM1",
+     "MiniMaxText01"}
+)  # fmt: skip
+"""Models with no class in `config_defaults` whose experts vLLM's code makes ``intermediate_size`` wide."""
 HIDDEN_SIZE_FIELDS = ("moe_latent_size", "routed_expert_hidden_size", "hidden_size", "n_embd", "d_model")
 ACTIVATION_FIELDS = ("mlp_hidden_act", "hidden_act", "hidden_activation")
 
@@ -58,8 +64,6 @@ _RENORMALIZING_MODELS = frozenset(
      *ERNIE_VL_MODELS}
 )  # fmt: skip
 _NON_RENORMALIZING_MODELS = frozenset({"jamba", "olmoe", "phimoe", "longcat_flash"})
-# Models whose class of the config takes a missing norm_topk_prob for false.
-_RENORMALIZING_IF_SET = frozenset({"deepseek_v2", "dots1", "qwen2_moe", "qwen3_moe"})
 _SINGLE_GROUP_MODELS = frozenset({"lfm2_moe"})
 _SQRTSOFTPLUS_MODELS = frozenset({"deepseek_v4", "deepseek_v41"})
 # What scores where the config does not say; in all other models softmax does.
@@ -80,6 +84,11 @@ _TOPK_METHODS = ("noaux_tc", "greedy", "group_limited_greedy")
 """Values of ``topk_method`` in DeepSeek's configs. vLLM's code compares with the first alone."""
 _CORRECTION_BIAS_FIELDS = ("use_routing_bias", "moe_router_enable_expert_bias", "use_expert_bias")
 _SCALING_FIELDS = ("routed_scaling_factor", "router_scaling_factor", "moe_router_scaling_factor", "route_scale")
+ROUTING_FIELDS = (
+    *_RENORMALIZE_FIELDS, *_SCORING_FIELDS, *_CORRECTION_BIAS_FIELDS, *_SCALING_FIELDS, "topk_method", "n_group",
+    "topk_group", "use_grouped_topk", "num_expert_group", "num_hash_layers",
+)  # fmt: skip
+"""Fields that say how experts are chosen and weighted."""
 
 
 def layer_problem(
@@ -108,14 +117,14 @@ def layer_problem(
         CheckpointError: a field that is missing or has a value that it cannot have.
         DeploymentError: ranks that cannot share it.
     """
-    model, where = config.model_config, str(config.path)
-    if scheme.packing == "gpt_oss" and model_type(config) != "gpt_oss":
+    model, where, kind = config.model_config, str(config.path), model_type(config)
+    if scheme.packing == "gpt_oss" and kind != "gpt_oss":
         scheme = replace(scheme, packing="mxfp4")
     if model_type(config) == EVEN_SPLIT_MODEL_TYPE:
         reject_compressed_tensors(scheme, f"{where}, quantization_config, {name}")
     experts = read_integer(model, NUM_EXPERTS_FIELDS, where, MAX_EXPERTS, index)
     top_k = read_integer(model, TOP_K_FIELDS, where, MAX_EXPERTS, index)
-    width = read_integer(model, INTERMEDIATE_SIZE_FIELDS, where, MAX_FEATURES, index)
+    width = read_integer(model, _width_fields(kind), where, MAX_FEATURES, index)
     # Experts of Nemotron-3-Super and Kimi-K3 work in a latent space that is smaller than the hidden state.
     hidden = read_integer(model, HIDDEN_SIZE_FIELDS, where, MAX_FEATURES)
     heads = _attention_heads(config)
@@ -159,6 +168,12 @@ def layer_problem(
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(str(error), where=where) from error
+
+
+def _width_fields(kind: str) -> tuple[str, ...]:
+    """Fields that may say how wide an expert is. That of dense layers does in few models, of which the others' defaults
+    say so."""
+    return INTERMEDIATE_SIZE_FIELDS[: None if has_known_defaults(kind) or kind in _DENSE_WIDTH_MODELS else -1]
 
 
 _SHARDED_WIDTH_FIELDS = (
@@ -305,7 +320,7 @@ def _activation(config: CheckpointFiles, index: int) -> Activation:
 
 def _routing(config: CheckpointFiles, index: int, experts: int, top_k: int) -> Routing:
     model, where, kind = config.model_config, str(config.path), model_type(config)
-    renormalized = kind not in _RENORMALIZING_IF_SET
+    renormalized = True
     for name in reversed(_RENORMALIZE_FIELDS):  # the first that is set counts, and all are read
         renormalized = read_boolean(model, name, where, renormalized)
     for name in _SCALING_FIELDS:  # a factor that is not finite makes every output so
