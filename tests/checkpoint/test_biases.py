@@ -102,7 +102,7 @@ def test_files_beside_those_of_the_index_do_not_count(other: str, indexed: Path)
     """vLLM loads the files of the index alone."""
     if other == "truncated":
         (indexed / "old.safetensors").write_bytes(b"\0" * 5)
-    (indexed / "config.json").write_text(json.dumps(quantized(quantization_config=GPTQ, num_hidden_layers=2)))
+    (indexed / "config.json").write_text(json.dumps(quantized(quantization_config=GPTQ, num_hidden_layers=1)))
     assert not has_nonzero_expert_biases(indexed)
     assert expert_tensors(indexed, [MODULE])[MODULE].kinds == {("qweight", "I32")}
     found = find_moe_layers(read_checkpoint(indexed))

@@ -19,7 +19,7 @@ from tests.lib import checkpoints, integer_checkpoints
 from tests.lib.integer_checkpoints import Integers
 from vllm_moe_oracle.checkpoint import tensor_headers
 from vllm_moe_oracle.checkpoint.files import read_checkpoint
-from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
+from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers, require_experts
 from vllm_moe_oracle.cli.main import app
 from vllm_moe_oracle.errors import CheckpointError, DamagedCheckpointError
 
@@ -178,6 +178,104 @@ def test_experts_of_files_that_are_not_there_yet_are_not_missed(is_indexed: bool
     assert "would not load expert 2" in refused(with_config(folder, num_experts=2)).rule
 
 
+# --- Layers without experts -------------------------------------------------------------------------------------------
+
+ABSENT = "the files hold no expert of 1 of 2 MoE layers, and those of model.layers.0.mlp.experts"
+PARTS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def by_layer(folder: Path, index: Mapping[int, str] | None = None) -> Path:
+    """Distributes the tensors to two files, the second layer's to the second one.
+
+    Args:
+        folder: the checkpoint's.
+        index: the file of each layer's tensors by an index; None for no index.
+    """
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    layer_of = {name: int(".layers.1." in name) for name in tensors}
+    for layer, part in enumerate(PARTS):
+        save_file({name: tensor for name, tensor in tensors.items() if layer_of[name] == layer}, folder / part)
+    if index is not None:
+        places = {name: index[layer] for name, layer in layer_of.items() if layer in index}
+        (folder / tensor_headers.INDEX_NAME).write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+def drop_layer(tensors: Tensors) -> None:
+    for name in [each for each in tensors if each.startswith("model.layers.1.mlp.experts.")]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_layer_without_any_expert_is_refused(format: str, tmp_path: Path) -> None:
+    error = refused(with_tensors(FORMATS[format](tmp_path / "model"), drop_layer))
+    assert isinstance(error, DamagedCheckpointError)
+    assert (error.rule, error.where) == (ABSENT, f"{tmp_path}/model/config.json, model.layers.1.mlp.experts")
+    assert error.remedy == "Fetch the files that belong to this config"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("index", "missing", "remedy"),
+    [
+        (
+            {0: PARTS[0], 1: PARTS[1]},
+            True,
+            f"Fetch {PARTS[1]}: {tensor_headers.INDEX_NAME} names what the folder lacks",
+        ),
+        (
+            {0: PARTS[0], 1: PARTS[0]},
+            False,
+            f"{tensor_headers.INDEX_NAME} does not name {PARTS[1]}, which vLLM does not",
+        ),
+        (
+            {0: PARTS[0]},
+            False,
+            f"{tensor_headers.INDEX_NAME} does not name {PARTS[1]}, which vLLM does not read then. ",
+        ),
+        (None, True, "Fetch the files that are missing"),
+    ],
+    ids=["absent file", "wrong file", "omitted", "numbered"],
+)
+def test_files_that_vllm_does_not_read(
+    index: Mapping[int, str] | None, missing: bool, remedy: str, format: str, tmp_path: Path
+) -> None:
+    folder = by_layer(FORMATS[format](tmp_path / "model"), index)
+    if missing:
+        assert len(find(folder).problems) == 2
+        (folder / PARTS[1]).unlink()
+    error = refused(folder)
+    assert error.rule == ABSENT and error.remedy.startswith(remedy), error.remedy
+
+
+def test_multi_token_prediction_may_have_been_left_out(tmp_path: Path) -> None:
+    """Tools leave its layers out; a server that does not decode speculatively loads none of them."""
+    folder = with_tensors(write(tmp_path / "model", "glm4_moe"), holds((), layer=2))
+    layers = find(folder)
+    assert layers.absent_drafts == ("model.layers.2.mlp.experts",) == tuple(each.layer for each in layers.mtp_problems)
+    (note,) = layers.notes_on_files
+    assert note.startswith("model.layers.2.mlp.experts: the files hold none of their experts: speculative decoding")
+    checked = CliRunner().invoke(app, ["verify", str(folder)])
+    assert checked.exit_code == 0 and f"note: {note}\n" in checked.stderr
+    assert "2 of 2 layers agree" in checked.stdout
+
+
+def test_layers_that_stock_vllm_serves_may_have_other_names(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", kept="model.layers.1.")
+    assert find(with_tensors(folder, drop_layer)).unquantized == ("model.layers.1.mlp.experts",)
+
+
+def test_a_server_refuses_the_same_layer_with_the_same_words(tmp_path: Path) -> None:
+    folder = with_tensors(write_integers(tmp_path / "model"), drop_layer)
+    config = read_checkpoint(folder)
+    with pytest.raises(DamagedCheckpointError) as caught:
+        require_experts(config, "model.layers.1.mlp.experts")
+    assert str(caught.value) == str(refused(folder))
+    for other in ("model.layers.0.mlp.experts", "model.layers.2.mlp.experts", "draft.layers.1.mlp.experts"):
+        require_experts(config, other)
+
+
 def test_a_folder_without_the_layers_tensors_is_not_judged(tmp_path: Path) -> None:
     folder = write(tmp_path / "model")
     save_file({"other": torch.zeros(1)}, folder / "model.safetensors")
@@ -205,5 +303,10 @@ def test_commands_end_with_the_rule_and_the_remedy(tmp_path: Path) -> None:
     assert words in str(told.exception)
     checked = CliRunner().invoke(app, ["verify", str(folder)])
     assert checked.exit_code == 1 and words in checked.stderr
+    absent = with_tensors(write(tmp_path / "absent"), drop_layer)
+    told = CliRunner().invoke(app, ["explain", str(absent)])
+    assert isinstance(told.exception, DamagedCheckpointError) and ABSENT in str(told.exception)
+    checked = CliRunner().invoke(app, ["verify", str(absent)])
+    assert checked.exit_code == 1 and ABSENT in checked.stderr
     config_alone = CliRunner().invoke(app, ["explain", str(folder / "config.json"), "--device", "h200"])
     assert config_alone.exit_code == 0

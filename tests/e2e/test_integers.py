@@ -72,6 +72,17 @@ def put(name: str, make: Callable[[Any], Any]) -> Edit:
     return lambda tensors: tensors.update({EXPERT + name: make(tensors[EXPERT + name])})
 
 
+def drop_layer(tensors: dict[str, Any]) -> None:
+    for name in [each for each in tensors if each.startswith(EXPERT.removesuffix("3."))]:
+        del tensors[name]
+
+
+ABSENT = (
+    "config.json, model.layers.1.mlp.experts: the files hold no expert of 1 of 2 MoE layers, and those of "
+    "model.layers.0.mlp.experts. Fetch the files that belong to this config"
+)
+
+
 class Fault(NamedTuple):
     """What is wrong with a checkpoint of one of `KINDS`.
 
@@ -112,6 +123,9 @@ REFUSED = {
         "compressed-tensors", put("up_proj.weight_scale", lambda tensor: tensor.repeat_interleave(2, 1)),
         said="an expert's tensor has shape [64, 4], expected [64, 2]",
     ),
+    "no expert of a layer that the config names": Fault("gptq", drop_layer, said=ABSENT),
+    "no expert of a layer that only files name": Fault("gptq v2, int8, per channel", drop_layer, said=ABSENT),
+    "no expert of a layer in awq": Fault("awq", drop_layer, said=ABSENT),
     "one expert is named": Fault(
         "gptq", config={"modules_in_block_to_quantize": nested_modules(1)},
         said="expert 1 differs from others: it is stored as not quantized, and expert 0 as int4 symmetric, groups of",

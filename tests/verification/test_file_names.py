@@ -244,4 +244,21 @@ def test_experts_under_unknown_names_are_shown(tmp_path: Path, run: cli.Run) -> 
     found = run("verify", rewrite_tensors(plain, tmp_path / "model", rename))
     said = found.messages
     assert found.status == 2 and "none of the names that its first expert may have" in said
-    assert "The files have model.layers.0.moe.0.down_proj.weight" in said.replace("'", "")
+    assert "; they have model.layers.0.moe.0.down_proj.weight" in said.replace("'", "")
+    assert "Fetch or export the files under the names of the model's class" in said
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("model.layers.", "transformer.layers."), ("_proj.weight", "_proj.qweight")]
+)
+def test_experts_whose_names_begin_or_end_otherwise(before: str, after: str, tmp_path: Path, run: cli.Run) -> None:
+    """They are those of the model's class, and vLLM's loader does not take them: the files do not fit the config."""
+
+    def rename(tensors: dict[str, Any]) -> None:
+        for name in [each for each in tensors if ".mlp.experts." in each]:
+            tensors[name.replace(before, after)] = tensors.pop(name)
+
+    plain = write_checkpoint(tmp_path / "plain", size=Size(layers=1, experts=4, top_k=2))
+    found = run("verify", rewrite_tensors(plain, tmp_path / "model", rename))
+    assert found.status == 1 and "none of the names that its first expert may have" in found.messages
+    assert "fetch the files that belong to this config, or rename them" in found.messages

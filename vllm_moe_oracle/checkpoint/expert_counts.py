@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import DamagedCheckpointError
 from ..quantization.fields import shortened
@@ -15,7 +16,7 @@ from ..quantization.types import LayerNames
 from .files import CheckpointFiles
 from .layer_names import compact_layer_names, index_ranges
 from .model_fields import NUM_EXPERTS_FIELDS
-from .tensor_headers import ExpertTensors
+from .tensor_headers import INDEX_NAME, ExpertTensors, has_all_files, indexed_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +37,16 @@ class CountedLayer:
 
 
 def check_expert_counts(
-    config: CheckpointFiles, layers: Iterable[CountedLayer], found: Mapping[str, ExpertTensors], is_complete: bool
+    config: CheckpointFiles, layers: Iterable[CountedLayer], found: Mapping[str, ExpertTensors]
 ) -> list[str]:
     """Refuses files that hold other experts than the config says.
 
-    Layers of which the files hold no expert under a known name are not judged.
+    Files that hold no expert of the model under a known name are not judged; see `absent_layers`.
 
     Args:
         config: the checkpoint's.
         layers: all layers with experts. Two kinds of experts may share a name in files (`LayerNames.file_modules`).
         found: what the files hold, by name of the module in files.
-        is_complete: all files are there. Where one is missing, experts may be in it.
 
     Returns:
         A note for each kind of difference in layers for multi-token prediction.
@@ -55,6 +55,12 @@ def check_expert_counts(
         DamagedCheckpointError: of some other layers the files hold experts that the config does not count, or lack some
             of those that it counts.
     """
+    layers = tuple(layers)
+    if config.folder is None or not found:
+        return []
+    if error := absence_error(config, layers, found):
+        raise error
+    is_complete = has_all_files(config.folder)
     by_module: dict[str, dict[int, CountedLayer]] = {}
     for layer in layers:
         for module, first in layer.names.modules_in_files():
@@ -72,10 +78,58 @@ def check_expert_counts(
             (notes if checked.is_draft else errors).setdefault(words, []).append(checked.names.modules[0])
     for (rule, remedy), names in errors.items():
         raise DamagedCheckpointError(rule, remedy, f"{config.path}, {compact_layer_names(names)}")
-    return [
+    said = [
         f"{compact_layer_names(names)}: {rule}, where speculative decoding uses these layers. {remedy}"
         for (rule, remedy), names in notes.items()
     ]
+    if drafts := [layer.names.modules[0] for layer in absent_layers(layers, found) if layer.is_draft]:
+        rule = "the files hold none of their experts: speculative decoding with these layers has nothing to load"
+        said.append(f"{compact_layer_names(drafts)}: {rule}")
+    return said
+
+
+def absent_layers(layers: Iterable[CountedLayer], found: Mapping[str, ExpertTensors]) -> list[CountedLayer]:
+    """The layers of which files hold no expert. Those that hold none of the model itself are not judged: a folder may
+    have its layers for multi-token prediction alone, and all names may be unknown.
+
+    Arguments are those of `check_expert_counts`.
+    """
+    held = {layer: any(name in found for name, _ in layer.names.modules_in_files()) for layer in layers}
+    if not any(is_held for layer, is_held in held.items() if not layer.is_draft):
+        return []
+    return [layer for layer, is_held in held.items() if not is_held and layer.is_checked]
+
+
+def absence_error(
+    config: CheckpointFiles, layers: Iterable[CountedLayer], found: Mapping[str, ExpertTensors]
+) -> DamagedCheckpointError | None:
+    """Why the files cannot be served, if they hold no expert of a layer: vLLM may take it for an unquantized one, and
+    serves what its memory holds. None if they hold some of each layer, but for multi-token prediction.
+
+    Arguments are those of `check_expert_counts`.
+    """
+    layers = tuple(layers)
+    absent = {layer.names.modules[0] for layer in absent_layers(layers, found) if not layer.is_draft}
+    if not absent or config.folder is None:
+        return None
+    names = [layer.names.modules[0] for layer in layers if not layer.is_draft]
+    held = [name for name in names if name not in absent]
+    rule = f"the files hold no expert of {len(absent)} of {len(names)} MoE layers, and those of "
+    rule += compact_layer_names(held)
+    where = f"{config.path}, {compact_layer_names([name for name in names if name in absent])}"
+    return DamagedCheckpointError(rule, _remedy_of_absence(config.folder), where)
+
+
+def _remedy_of_absence(folder: Path) -> str:
+    """What to do about experts that no file which vLLM reads holds."""
+    own = {path.name for path in folder.glob("*.safetensors")}
+    indexed = indexed_names(folder)
+    if missing := [name for name in indexed or () if name not in own]:
+        return f"Fetch {shortened(', '.join(missing))}: {INDEX_NAME} names what the folder lacks"
+    if indexed is not None and (others := sorted(own.difference(indexed))):
+        rule = f"{INDEX_NAME} does not name {shortened(', '.join(others))}, which vLLM does not read then"
+        return f"{rule}. Fetch it again, or remove it where all files of the folder belong to the model"
+    return "Fetch the files that belong to this config" if has_all_files(folder) else "Fetch the files that are missing"
 
 
 def _field(config: CheckpointFiles) -> str:
@@ -91,7 +145,7 @@ def _difference(found: ExpertTensors, numbers: set[int], field: str, is_complete
         found: what the files hold.
         numbers: those that they hold by the config.
         field: see `_field`.
-        is_complete: see `check_expert_counts`.
+        is_complete: all files are there. Where one is missing, experts may be in it.
     """
     expected, others = len(numbers), "Fetch the files that belong to this config"
     if other := next((count for count in sorted(found.counts) if count != expected), None):

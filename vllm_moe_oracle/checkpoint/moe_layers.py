@@ -28,7 +28,7 @@ from ..releases.models import last_release_with
 from ..settings import AUTO
 from ..untrusted import boundary
 from .dtypes import served_dtype
-from .expert_counts import CountedLayer, check_expert_counts
+from .expert_counts import CountedLayer, absence_error, absent_layers, check_expert_counts
 from .files import CheckpointFiles
 from .layer_names import (
     MTP_COUNT_FIELDS,
@@ -54,7 +54,6 @@ from .tensor_headers import (
     are_floating_point,
     are_quantized,
     expert_tensors,
-    has_all_files,
     indexed_names,
 )
 
@@ -82,6 +81,7 @@ class MoeLayers:
             package unless the files leave them unquantized; "" where it does not.
         notes_on_files: those of `notes` that say what the files hold otherwise than the config says.
         architectures: the model's classes, as its config names them.
+        absent_drafts: names of the layers of `mtp_problems` of which the files hold no expert.
     """
 
     problems: tuple[Problem, ...]
@@ -93,6 +93,7 @@ class MoeLayers:
     refused: str = ""
     notes_on_files: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()
+    absent_drafts: tuple[str, ...] = ()
 
 
 def find_moe_layers(
@@ -169,9 +170,10 @@ def _find_moe_layers(
         rule = f"{ranks.total} ranks are more than {MAX_RANKS}, the most that are considered"
         raise CheckpointError(rule, "Use fewer: --tp times --dp are all ranks", str(config.path))
     drafts = {layer.modules[0] for layer in mtp_names.values()}
-    miscounted = _check_counts(config, names | mtp_names, in_files, {*problems, *mtp_problems}, drafts)
-    compared = {name: each for name, each in kinds_in_files.items() if name not in foreign}
     quantized = {problem.layer for problem in (*problems, *mtp_problems)}
+    counted = _counted(config, names | mtp_names, quantized, drafts) if in_files else []
+    miscounted = check_expert_counts(config, counted, in_files)
+    compared = {name: each for name, each in kinds_in_files.items() if name not in foreign}
     said, packed = ([unread], False) if unread else _notes_on_files(config, compared, quantized, drafts)
     said += miscounted
     notes = (*_notes(config, unquantized, foreign, drafts, online, packed, dtype[1]), *said)
@@ -191,6 +193,7 @@ def _find_moe_layers(
         refused,
         tuple(said),
         tuple(architectures(config)),
+        tuple(each.names.modules[0] for each in absent_layers(counted, in_files)),
     )
 
 
@@ -243,26 +246,50 @@ def _kinds_in_files(
     }
 
 
-def _check_counts(
+def _counted(
     config: CheckpointFiles,
     names: Mapping[tuple[int, int], LayerNames],
-    in_files: Mapping[str, ExpertTensors],
-    problems: Collection[Problem],
+    quantized: Container[str],
     drafts: Container[str],
-) -> list[str]:
-    """Refuses files that hold other experts of the quantized layers than the config says, and notes those of layers
-    for multi-token prediction; see `expert_counts`."""
-    if config.folder is None or not in_files:
-        return []
-    quantized = {problem.layer for problem in problems}
+) -> list[CountedLayer]:
+    """All layers as `expert_counts` takes them.
+
+    Args:
+        config: the checkpoint's.
+        names: of all layers, by index and kind of experts.
+        quantized: see `_notes_on_files`.
+        drafts: likewise.
+    """
     parts = [part for _, part in kinds_of_experts(config)]
-    layers = [
+    return [
         CountedLayer(
             layer, count_experts(parts[kind], index), layer.modules[0] in quantized, layer.modules[0] in drafts
         )
         for (index, kind), layer in names.items()
     ]
-    return check_expert_counts(config, layers, in_files, has_all_files(config.folder))
+
+
+def require_experts(config: CheckpointFiles, layer: str, vllm: str | None = None) -> None:
+    """Refuses a layer of which a checkpoint's files hold no expert, with the words of `find_moe_layers`. For a server:
+    it takes some formats' quantized layers from the files, and such a layer for an unquantized one.
+
+    Args:
+        config: the checkpoint's.
+        layer: vLLM's name of the layer. Multi-token prediction modules and unknown names are not judged.
+        vllm: the release of vLLM; None for the newest.
+
+    Raises:
+        DamagedCheckpointError: the files hold experts of other layers, and none of this one.
+        CheckpointError: the config or the files cannot be read.
+    """
+    names = moe_layer_names(config, vllm)
+    in_files, _ = _experts_in_files(config, names.values())
+    format_of, _ = _expert_formats(config, "", vllm)
+    quantized = {each.modules[0] for each in names.values() if isinstance(format_of(each), Scheme)}
+    layers = _counted(config, names, quantized, ())
+    error = absence_error(config, layers, in_files)
+    if error is not None and layer in {each.names.modules[0] for each in absent_layers(layers, in_files)}:
+        raise error
 
 
 def _without(format_of: FormatLookup, unquantized: Container[str]) -> FormatLookup:

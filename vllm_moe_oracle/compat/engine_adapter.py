@@ -121,6 +121,10 @@ class EngineAdapter:
         """Whether vLLM loads no checkpoint (``--load-format dummy``)."""
         return str(self.engine().load_config.load_format) == "dummy"
 
+    def loads_no_checkpoint(self) -> bool:
+        """Whether vLLM loads no checkpoint's tensors: none, or what its ``save_sharded_state`` wrote."""
+        return self.uses_dummy_weights() or loads_saved_state(self.engine())
+
     def stop_multithread_load(self) -> bool:
         """Makes vLLM's loaders that are made from now on read one file after another, in the same order on every rank;
         returns whether they would have read several at once."""

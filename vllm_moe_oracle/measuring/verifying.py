@@ -186,7 +186,8 @@ class Verification:
         self.layers: MoeLayers = find_moe_layers(config, vllm=release, dtype=dtype, capability=device.capability)
         self.gemma_norms = has_gemma_norms(_architectures(config))
         names = {each.modules[0]: each for each in self._names(config, release)}
-        problems = [with_activations(each, settings) for each in (*self.layers.problems, *self.layers.mtp_problems)]
+        drafts = [each for each in self.layers.mtp_problems if each.layer not in self.layers.absent_drafts]
+        problems = [with_activations(each, settings) for each in (*self.layers.problems, *drafts)]
         found = [self._plan(problem) for problem in problems]
         if all(each.is_stock for each in found):
             reasons = [each.failure for each in found[:1]]

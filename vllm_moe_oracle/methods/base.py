@@ -34,6 +34,7 @@ from ..oracle.selection import decide
 from ..verification import process_state
 from ..verification.converted_layer import InstalledLayer, WeightParts
 from . import (
+    absent_experts,
     backend_check,
     backend_selection,
     correction_bias,
@@ -313,7 +314,8 @@ class OracleMoEMethod(StockFallback):
                 parameters = dict(layer.named_parameters(recurse=False))
                 weight_loading.check_all_loaded(parameters, problem.layer)
                 weight_loading.fill_unloaded(parameters.values())
-            raw = self._read_weights(layer)
+            with absent_experts.refused(problem.layer):
+                raw = self._read_weights(layer)
             weight_loading.end_load(layer.parameters(recurse=False))
             if self.settings.self_check != "off":
                 self._scheme().check_values(raw, problem)

@@ -38,7 +38,7 @@ from ..quantization.types import (
     LayerNames,
 )
 from ..schemes import _wna16_checkpoint, _wna16_parameters
-from . import load_summary, rank_sync, weight_loading
+from . import absent_experts, load_summary, rank_sync, weight_loading
 from .base import OracleMoEMethod
 from .dtypes import EmulatedDtypesMixin
 
@@ -365,6 +365,7 @@ class Wna16ConfigMixin(EmulatedDtypesMixin):
             return method
         found = self.scheme_of(prefix, layer)
         if not isinstance(found, Scheme):
+            absent_experts.refuse(prefix)
             return UnquantizedFusedMoEMethod(layer.moe_config)
         with set_current_layer(layer, prefix):
             # The method gets what was read here; only a stock method reads the fields of a layer's config again.

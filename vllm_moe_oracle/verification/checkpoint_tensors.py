@@ -14,7 +14,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -468,7 +468,7 @@ def find_layer(files: TensorFiles, problem: Problem, layer: LayerNames) -> Store
         layer: its names.
 
     Raises:
-        DamagedCheckpointError: there are no tensors of the layer's experts.
+        DamagedCheckpointError: there are no tensors of the layer's experts, or their names begin or end otherwise.
         CheckpointError: no tensor of the first two experts has a name that is known.
     """
     canonical = schemes.module(problem.scheme.name).parameter_names(problem)
@@ -492,13 +492,43 @@ def find_layer(files: TensorFiles, problem: Problem, layer: LayerNames) -> Store
         }
         if first + found[""] in files:
             return StoredExperts(files, problem, module, names, found, number, layer.transposed_router)
-    looked = f"{layer.modules[0]}.0.{next(iter(conventions))[0]}.{endings['']}"
+    raise _unknown_names_error(files, problem, layer, fitting, endings[""])
+
+
+_UNKNOWN_NAMES = (
+    "Fetch or export the files under the names of the model's class, or report these if a server loads them"
+)
+
+
+def _unknown_names_error(
+    files: TensorFiles, problem: Problem, layer: LayerNames, conventions: Sequence[tuple[str, ...]], ending: str
+) -> CheckpointError:
+    """What the files have in place of a layer's experts, none of which has a name that is known.
+
+    Args:
+        files: the checkpoint's.
+        problem: the layer.
+        layer: its names.
+        conventions: names of an expert's matrices, for each convention.
+        ending: how the name of a matrix would end.
+    """
+    looked = f"{layer.modules[0]}.0.{conventions[0][0]}.{ending}"
+    rule = f"none of the names that its first expert may have is in the files, such as {looked}"
     inside = [name for name in files.names() if f".{_number(problem.layer)}." in name]
     near = sorted(name for name in inside if "expert" in name or ".moe." in name)
-    rule = f"none of the names that its first expert may have is in the files, such as {looked}"
     if not near:
-        raise DamagedCheckpointError(rule, "They have no experts of this layer", problem.layer)
-    raise CheckpointError(rule, f"The files have {', '.join(map(short_repr, near[:3]))}", problem.layer)
+        remedy = "Fetch the files that belong to this config"
+        return DamagedCheckpointError(f"{rule}; they have no experts of this layer", remedy, problem.layer)
+    rule += f"; they have {', '.join(map(short_repr, near[:3]))}"
+    _, _, module = layer.modules[0].partition(".")
+    matrices = "|".join(re.escape(names[0]) for names in conventions)
+    other = next(filter(re.compile(rf"\b{re.escape(module)}\.\d+\.({matrices})\.").search, near), "")
+    if not other:
+        return CheckpointError(rule, _UNKNOWN_NAMES, problem.layer)
+    remedy = (
+        f"vLLM does not take {short_repr(other)} for it: fetch the files that belong to this config, or rename them"
+    )
+    return DamagedCheckpointError(rule, remedy, problem.layer)
 
 
 def _number(layer: str) -> str:
