@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.lib.cli import Run, Write
+from tests.lib.configs import mixed
 from vllm_moe_oracle import cli
 from vllm_moe_oracle.releases.vllm_names import REMOVED_MODELS
 
@@ -28,6 +29,19 @@ REFUSED: list[tuple[dict[str, Any], tuple[Any, ...], str]] = [
     ({}, ("--dp", 129, "--ep"), "over 129 ranks leaves ranks without one of the 128 experts"),
     ({}, ("--quantization", "awq"), "it is quantized already, as modelopt_mxfp8, and --quantization is 'awq'"),
     (GPT_OSS, ("--quantization", "mxfp8"), "vLLM's loader of gpt-oss copies experts in 16 bits past the loader"),
+    *(
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": each}},
+            (),
+            f"quant_algo is {each}, which vLLM",
+        )
+        for each in ("MXFP4", "W4A16_AWQ", "W4A8_MXFP4_FP8")
+    ),
+    (
+        {"quantization_config": mixed(**{"*experts*": "W4A16_AWQ"})},
+        (),
+        "quant_algo of experts is W4A16_AWQ, which vLLM takes for unquantized",
+    ),
     (REMOVED, (), f"vLLM has {REMOVED['architectures'][0]} until "),
 ]
 WRONG: list[tuple[dict[str, Any], tuple[Any, ...], str]] = [

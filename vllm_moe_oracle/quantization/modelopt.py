@@ -11,7 +11,7 @@ from typing import Any
 
 from ..core.patterns import MatchBudget, NameParts, WildcardPattern
 from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DeploymentError
 from ..releases import min_versions
 from .fields import (
     has_wildcard,
@@ -51,9 +51,12 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
         raise CheckpointError("there is no quant_algo", "ModelOpt writes it beside quant_method", where)
     activations = modelopt_activation_precision(config, where)
     scheme = _algorithm_format(algo, activations)
-    if isinstance(scheme, UnsupportedFormat) and algo not in _UNSUPPORTED_ALGORITHMS:
-        known = ", ".join(("MXFP8", "MIXED_PRECISION", *_UNSUPPORTED_ALGORITHMS))
-        raise CheckpointError(f"unknown quant_algo {short_repr(algo)}", f"Known are {known}", where)
+    if algo not in ALGORITHMS:
+        taken = f"Quantize to one that it takes: {', '.join(ALGORITHMS)}"
+        if algo in _REFUSED_ALGORITHMS:
+            rule = f"quant_algo is {algo}, which vLLM refuses: a server does not start"
+            raise DeploymentError(rule, taken, where)
+        raise CheckpointError(f"unknown quant_algo {short_repr(algo)}: vLLM refuses it", taken, where)
     return lambda layer: None if excluded(layer) else scheme
 
 
@@ -179,10 +182,18 @@ def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
             yield f"{where}: the exclusion {short_repr(name)} excludes no experts: {rule}"
 
 
-_UNSUPPORTED_ALGORITHMS = (
-    "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_BLOCK_SCALES", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ",
-    "W4A16_AWQ", "W4A8_AWQ", "W8A16", "W8A8_SQ_PER_CHANNEL", "MXFP4", "W4A8_MXFP4_FP8",
+ALGORITHMS = (
+    "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION",
 )  # fmt: skip
+"""Values of ``quant_algo`` that vLLM takes, in every supported release (its `QUANT_ALGOS`)."""
+
+_REFUSED_ALGORITHMS = (
+    "FP8_BLOCK_SCALES", "NVFP4_AWQ", "W4A16_AWQ", "W4A8_AWQ", "W8A16", "W8A8_SQ_PER_CHANNEL", "MXFP4",
+    "W4A8_MXFP4_FP8",
+)  # fmt: skip
+"""Values that ModelOpt writes and vLLM does not take."""
+_TAKEN_IN_PART = "FP8_BLOCK_SCALES"
+"""The one of these that vLLM takes for a layer of mixed precision."""
 
 
 def _algorithm_format(algo: str, activations: ActivationPrecision) -> Scheme | UnsupportedFormat:
@@ -218,6 +229,10 @@ def _mixed_precision_lookup(
         if excluded(layer):
             return None
         algo = algorithms.of(layer)
+        if algo in _REFUSED_ALGORITHMS and algo != _TAKEN_IN_PART:
+            rule = f"quant_algo of experts is {algo}, which vLLM takes for unquantized: it does not load them"
+            remedy = f"Quantize them to one that it takes: {', '.join((*ALGORITHMS[:-1], _TAKEN_IN_PART))}"
+            raise DeploymentError(rule, remedy, f"{where}, {layer.modules[0]}")
         return _algorithm_format(algo, "mxfp8") if algo else None
 
     return of
