@@ -172,8 +172,8 @@ def test_the_values_of_the_settings_on_page_one_are_valid() -> None:
 
 
 def test_the_releases_on_page_one_are_the_supported_ones() -> None:
-    assert f"vllm-openai:v{NEWEST}" in TEXT and f"vLLM {RELEASES[0]} to {NEWEST} is" in TEXT
-    stale = TEXT.replace(f"vllm-openai:v{NEWEST}", "vllm-openai:v0.1.0").replace(f" to {NEWEST} is", " to 0.1.0 is")
+    assert f"vllm-openai:v{NEWEST}" in TEXT and f"[vLLM {RELEASES[0]} to {NEWEST}](" in TEXT
+    stale = TEXT.replace(f"vllm-openai:v{NEWEST}", "vllm-openai:v0.1.0").replace(f" to {NEWEST}](", " to 0.1.0](")
     assert stale != TEXT and generate.with_releases(stale) == TEXT
 
 

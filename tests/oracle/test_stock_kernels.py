@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from vllm_moe_oracle.core.problem import Activation, Device, Parallel, Problem, 
 from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import automatic_choices, decide, evaluate_candidates
-from vllm_moe_oracle.oracle.stock_kernels import is_loadable, stock_candidate, stock_wrappers
+from vllm_moe_oracle.oracle.stock_kernels import is_loadable, kernel_of_stock, stock_wrappers
 from vllm_moe_oracle.releases.min_versions import HUMMING_FIRST, release_before
 from vllm_moe_oracle.releases.supported import NEWEST, RELEASES, packages_of
 from vllm_moe_oracle.settings import Settings
@@ -40,6 +41,12 @@ def llama4(name: str) -> Problem:
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("name", [name for name in SCHEMES if "order" not in name])
 def test_router_weights_on_the_input_have_a_kernel_on_every_gpu(name: str, capability: int) -> None:
+    if name == "mxfp4 w4a4" and 100 <= capability < 120:
+        with pytest.raises(NoBackendError) as caught:
+            decide(llama4(name), device_of(capability), Settings())
+        found = kernel_of_stock(caught.value.candidates, llama4(name), device_of(capability), default_registry())
+        assert found is not None and found.name == "CutlassExpertsMxfp4"
+        return
     decision = decide(llama4(name), device_of(capability), Settings())
     assert (
         decision.backend != "emulation"
@@ -70,7 +77,7 @@ def test_no_gpu_gets_the_emulation_unasked(release: str) -> None:
             decision = decide(made, device, Settings())
         except NoBackendError as error:
             assert not any(each.accepted for each in error.candidates)
-            stock = stock_candidate(error.candidates, made, device, default_registry())
+            stock = kernel_of_stock(error.candidates, made, device, default_registry())
             outcomes.add("none" if stock is None else "stock")
             emulated = [each for each in error.candidates if each.backend == "emulation"]
             able = emulated and emulated[0].reasons[0].code == "by_name"
@@ -83,15 +90,12 @@ def test_no_gpu_gets_the_emulation_unasked(release: str) -> None:
 
 @pytest.mark.parametrize(("release", "first"), [(NEWEST, "humming"), (release_before(HUMMING_FIRST), "marlin")])
 @pytest.mark.parametrize("name", ["mxfp8", "int4", "int4 awq", "int8"])
-def test_stocks_order_is_that_of_the_machines_release(name: str, release: str, first: str) -> None:
+def test_the_static_order_is_that_of_the_machines_release(name: str, release: str, first: str) -> None:
     layer, device = problem(scheme=SCHEMES[name]), dataclasses.replace(H200, packages=packages_of("cuda", release))
     candidates = evaluate_candidates(layer, device, Settings())
-    found = [each.backend for each in stock_wrappers(candidates, layer, device, default_registry()) if each.accepted]
-    assert found[0] == f"{first}_{layer.scheme.name}" and {"humming", "marlin"} <= {
-        each.partition("_")[0] for each in found
-    }
-    # The static order stays that of the newest release.
-    assert next(each.backend for each in candidates if each.accepted).startswith("humming")
+    found = [each.backend for each in stock_wrappers(candidates, default_registry()) if each.accepted]
+    assert found[0] == next(each.backend for each in candidates if each.accepted) == f"{first}_{layer.scheme.name}"
+    assert {"humming", "marlin"} <= {each.partition("_")[0] for each in found}
 
 
 def test_stock_is_named_for_what_its_class_does_not_ask_alone() -> None:
@@ -99,9 +103,9 @@ def test_stock_is_named_for_what_its_class_does_not_ask_alone() -> None:
     for change, expected in ((layer, True), (dataclasses.replace(layer, dtype="float32"), False)):
         with pytest.raises(NoBackendError) as caught:
             decide(change, device_of(80), Settings())
-        found = stock_candidate(caught.value.candidates, change, device_of(80), default_registry())
+        found = kernel_of_stock(caught.value.candidates, change, device_of(80), default_registry())
         assert (found is not None) == expected
-        assert stock_candidate(caught.value.candidates, change, CPU, default_registry()) is None
+        assert kernel_of_stock(caught.value.candidates, change, CPU, default_registry()) is None
     assert decide(layer, CPU, Settings()).backend == "emulation"
     assert decide(layer, H200, Settings(backend="emulation")).backend == "emulation"
 
@@ -117,7 +121,7 @@ def test_what_vllms_loader_cannot_fill_is_not_left_to_stock(device: Device) -> N
     for each, loadable in ((layer, False), (dataclasses.replace(layer, num_experts=8), True)):
         candidates = evaluate_candidates(each, device, Settings())
         assert is_loadable(candidates) == loadable
-        assert loadable or stock_candidate(candidates, each, device, default_registry()) is None
+        assert loadable or kernel_of_stock(candidates, each, device, default_registry()) is None
 
 
 def test_stock_pads_the_shards_of_mxfp4_alone() -> None:
@@ -125,5 +129,30 @@ def test_stock_pads_the_shards_of_mxfp4_alone() -> None:
         layer = problem(scheme=scheme, intermediate_size=48)
         with pytest.raises(NoBackendError) as caught:
             decide(layer, device_of(90), Settings())
-        found = stock_candidate(caught.value.candidates, layer, device_of(90), default_registry())
+        found = kernel_of_stock(caught.value.candidates, layer, device_of(90), default_registry())
         assert (found is not None) == expected, layer
+
+
+@pytest.mark.parametrize(
+    ("packing", "activations", "capability", "is_left"),
+    [
+        ("compressed-tensors", "16bit", 100, True), ("compressed-tensors", "mxfp4", 103, True),
+        ("compressed-tensors", "16bit", 90, False), ("compressed-tensors", "16bit", 120, False),
+        ("quark", "mxfp4", 100, True), ("quark", "16bit", 100, False), ("mxfp4", "16bit", 100, False),
+    ],
+)  # fmt: skip
+def test_four_bits_on_both_sides_are_left_to_stocks_kernel(
+    packing: str, activations: Any, capability: int, is_left: bool
+) -> None:
+    """On Blackwell, where nothing shows that a kernel which leaves activations in 16 bits is as fast."""
+    layer = problem(scheme=Scheme("mxfp4", 4, 32, packing, activations=activations))
+    device = device_of(capability)
+    if not is_left:
+        assert decide(layer, device, Settings()).backend != "emulation"
+        return
+    with pytest.raises(NoBackendError) as caught:
+        decide(layer, device, Settings())
+    found = kernel_of_stock(caught.value.candidates, layer, device, default_registry())
+    assert found is not None and found.name == "CutlassExpertsMxfp4" and "no backend wraps" in found.why
+    named = decide(layer, device, Settings(backend="marlin_mxfp4", allow_activation_quantization=True))
+    assert (named.backend, named.why) == ("marlin_mxfp4", "user")

@@ -289,7 +289,7 @@ def page(name: str) -> Callable[[str], str]:
 def with_releases(text: str) -> str:
     """The README with the newest release in its Dockerfile, and the supported ones."""
     text = _replaced(text, r"FROM vllm/vllm-openai:v[\d.]+\d", f"FROM vllm/vllm-openai:v{NEWEST}")
-    return _replaced(text, r"vLLM [\d.]+ to [\d.]+ is$", f"vLLM {RELEASES[0]} to {NEWEST} is")
+    return _replaced(text, r"\[vLLM [\d.]+ to [\d.]+\]", f"[vLLM {RELEASES[0]} to {NEWEST}]")
 
 
 FILES: dict[Path, Callable[[str], str]] = {

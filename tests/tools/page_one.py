@@ -15,7 +15,7 @@ from typing import Any
 from tests.lib.readme_sections import markdown_table, paragraph
 from tests.tools import recipes
 from vllm_moe_oracle.core.decision import Decision
-from vllm_moe_oracle.core.problem import Device
+from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.devices.catalog import known_device, known_device_names
 from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.measurements import lookup, model_shapes
@@ -105,8 +105,9 @@ def _figure(value: float) -> str:
 
 
 def help_table() -> str:
-    """What decides, by kind of GPU and format."""
+    """What decides, by kind of GPU and format. GPUs before Ampere, which run few kernels, have no row."""
     devices = {name: known_device(name) for name in known_device_names()}
+    devices = {name: device for name, device in devices.items() if (device.capability or _AMPERE) >= _AMPERE}
     rows: dict[tuple[str, ...], list[str]] = {}
     for device in devices.values():
         rows.setdefault(tuple(_help_cell(device, name) for name in HELP_FORMATS), []).append(device.name)
@@ -124,11 +125,12 @@ def help_table() -> str:
         "vLLM's order, checked, without a gain until a server's first start measures; with FlashInfer, 16-bit models",
         "under `--quantization mxfp4` are static, too. On a CPU experts run",
         "[0.8 to 1.2 times as fast as in 16 bits](vllm_moe_oracle/ACCURACY.md#speed), in the same memory.",
-        "*Stands down*: the plugin does nothing. *Not*: models with layers that nothing here runs.",
+        "*Stands down*: the plugin does nothing. *Not*: such layers are stock vLLM's, or nothing runs them.",
     )
     return f"{markdown_table(['on', *HELP_FORMATS.values()], lines)}\n\n{words}"
 
 
+_AMPERE = 80
 HELP_FORMATS = {"int4": "int4", "int8": "int8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
 """Columns of `help_table`, by the beginning of a layer's name."""
 
@@ -142,12 +144,20 @@ def _help_cell(device: Device, start: str) -> str:
         try:
             found.append(decide(layer, device, chosen, measurements=lookup.find_measurements(layer, device, chosen)))
         except NoBackendError:
-            missing.append(layer.layer.partition(":")[2].partition("@")[0])
+            missing.append(_model_of(layer))
     words = " and ".join(sorted({each.why for each in found}))
     if words == "measured":
         here = [each for each in recipes.panels() if each.name.startswith(start) and device.name in each.environment]
         words = f"**measured: {statistics.geometric_mean(_ratios(here)):.2f}**" if _ratios(here) else words
+    served = [name for name in dict.fromkeys(map(_model_of, layers)) if name not in missing]
+    if len(set(missing)) > len(served):
+        return f"{words} ({', '.join(served)} only)"
     return words + (f" (not {', '.join(dict.fromkeys(missing))})" if missing else "")
+
+
+def _model_of(layer: Problem) -> str:
+    """The model in the name of a layer, such as ``mxfp8:qwen3-30b-a3b@tp2``."""
+    return layer.layer.partition(":")[2].partition("@")[0]
 
 
 def _short_names(names: list[str]) -> str:

@@ -254,7 +254,7 @@ def test_the_price_of_the_self_check_is_what_was_measured() -> None:
         assert f" | {sum(row['operations'].values()):,} |" in said
 
 
-def test_what_racecheck_says_of_shipped_configurations_is_what_the_page_says() -> None:
+def test_racecheck_of_shipped_configurations_is_told() -> None:
     verdicts = json.loads((ROOT / "tests/golden/racecheck/shipped-h200.json").read_text())["verdicts"]
     page = " ".join((ROOT / "vllm_moe_oracle/kernels/EXPERIMENTS.md").read_text().split())
     numbers = {

@@ -272,13 +272,9 @@ class HummingBackend(StockBackend):
         cls.stock_differences = (*weights.stock_differences, *_DIFFERENCES_OF_KIND[kernels], *cls.more_differences)
 
     def priority(self, problem: Problem, device: Device) -> float:
-        """Directly before Marlin on sm_90, as in stock vLLM."""
-        return self.preferred_priority if prefers_humming(device) else self.static_priority
-
-    def stock_priority(self, problem: Problem, device: Device) -> float:
-        """Behind Marlin in releases that do not move it."""
-        moved = min_versions.vllm_at_least_on(device, min_versions.HUMMING_FIRST)
-        return self.priority(problem, device) if moved else self.static_priority
+        """Directly before Marlin on sm_90, as in stock vLLM; in releases that do not move it, behind Marlin."""
+        moved = prefers_humming(device) and min_versions.vllm_at_least_on(device, min_versions.HUMMING_FIRST)
+        return self.preferred_priority if moved else self.static_priority
 
     def plan(self, problem: Problem, device: Device) -> ShardPlan:
         """The layer's own sizes: only the library sees the padding."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from ..core.decision import ShardPlan
 from ..core.problem import Device, Problem
 from ._contract import Backend, Builder, Tensors
+from ._stock_priority import CUTLASS_MXFP4, class_without_wrapper
 
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts"
 """The package of vLLM's expert classes."""
@@ -76,9 +77,12 @@ class StockBackend(Backend):
         """As every backend's; the kernel's name is required, too."""
         return super().missing_attributes() + ["stock_kernel"] * (not hasattr(self, "stock_kernel"))
 
-    def stock_priority(self, problem: Problem, device: Device) -> float:
-        """Its place in the list of the machine's vLLM, lowest first. `priority` is that of the newest supported one."""
-        return self.priority(problem, device)
+    def only_by_name(self, problem: Problem, device: Device) -> str:
+        """Where stock takes a kernel for 4 bits on both sides, which has no wrapper: nothing shows that this one is as
+        fast."""
+        if class_without_wrapper(problem, device) != CUTLASS_MXFP4:
+            return ""
+        return f"stock vLLM runs {CUTLASS_MXFP4} here, MXFP4 by MXFP4, and no backend wraps it"
 
     def stock_arguments(self, tensors: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Any]:
         """Arguments of `Builder.stock`; a subclass adds its own.

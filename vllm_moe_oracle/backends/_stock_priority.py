@@ -8,6 +8,7 @@ Each wrapper's `static_priority` is its position in vLLM's list, with gaps: ``fu
 from __future__ import annotations
 
 from ..core.problem import Device, Problem
+from ..releases import min_versions
 
 _LAST = 200.0
 """Distance that moves a kernel behind, or before, all others."""
@@ -49,3 +50,27 @@ def marlin_mxfp4_priority(position: float, problem: Problem, device: Device) -> 
     """Priority of Marlin for MXFP4: first for the packings whose stock classes construct it without a list."""
     constructed = device.kind == "cuda" and problem.scheme.packing in _MARLIN_PACKINGS
     return position - 60.0 if constructed else position
+
+
+CUTLASS_MXFP4 = "CutlassExpertsMxfp4"
+"""vLLM's class for MXFP4 on both sides, on compute capabilities from 10.0 to below 12.0. No backend here wraps it."""
+
+EMULATED_MXFP4 = "OCP_MXQuantizationEmulationTritonExperts"
+"""vLLM's emulation of activations in MXFP4."""
+
+
+def class_without_wrapper(problem: Problem, device: Device) -> str:
+    """The name of vLLM's class where stock takes one that no backend here wraps, without its list of kernels; "" where
+    it does not."""
+    scheme = problem.scheme
+    if scheme.name != "mxfp4" or problem.parallel.is_batched or device.kind != "cuda":
+        return ""
+    has_cutlass = 100 <= (device.capability or 0) < 120
+    if scheme.packing == "compressed-tensors" and has_cutlass:
+        return CUTLASS_MXFP4
+    plain = problem.activation.name == "silu" and problem.activation.gated and problem.activation.limit is None
+    plain = plain and not (problem.has_bias or problem.lora or problem.eplb)  # what these classes might not have
+    if scheme.packing in ("quark", "online") and scheme.activations == "mxfp4" and plain:
+        listed = has_cutlass and min_versions.vllm_at_least_on(device, min_versions.CUTLASS_MXFP4_LISTED)
+        return CUTLASS_MXFP4 if listed else EMULATED_MXFP4
+    return ""

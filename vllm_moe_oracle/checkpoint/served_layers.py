@@ -16,7 +16,7 @@ from ..measurements.lookup import find_measurements, profile_error
 from ..oracle.backend_names import check_backend_names
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
-from ..oracle.stock_kernels import is_loadable, stock_candidate
+from ..oracle.stock_kernels import is_loadable, kernel_of_stock
 from ..releases.all2all import effective_all2all, why_vllm_refuses
 from ..releases.supported import check_platform
 from ..settings import AUTO, Settings
@@ -321,13 +321,11 @@ def _without_backend(
     may_be_left = not names_backends(server.settings) and is_loadable(candidates)
     stock = None
     if may_be_left and moe_backend == AUTO and not is_rounded:
-        stock = stock_candidate(candidates, problem, server.device, default_registry())
+        stock = kernel_of_stock(candidates, problem, server.device, default_registry())
     features = features_for_stock(problem.lora, problem.parallel.is_batched, problem.unpadded_intermediate_size > 0)
     features += ["a rounded hidden size"] * is_rounded
     if stock is not None:
-        left_to = default_registry()[stock.backend].stock_class_name
-        rules = f"its {left_to} does not have these rules of {stock.backend}: {'; '.join(map(str, stock.reasons))}"
-        failure = f"left to stock vLLM: {rules}"
+        left_to, failure = stock.name, f"left to stock vLLM: {stock.why}"
     elif server.stands_down:
         left_to, failure = STOCK_ITSELF, f"left to stock vLLM: {server.stands_down}"
     elif may_be_left and features:

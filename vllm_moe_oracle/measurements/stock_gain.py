@@ -75,10 +75,10 @@ def stock_gain(decision: Decision, device: Device, stock: StockChoice, objective
         # Stock vLLM runs another kernel for another packing of the same shape.
         timed = found.stock_classes(shape).get(STOCK_DEFAULT, "")
         if (not stock.stock_class or timed in ("", stock.stock_class)) and (
-            gain := _measured(found, shape, decision, counts)
+            gain := _measured(found, shape, decision, counts, stock)
         ):
             return gain
-    return _over_stock_kernel(decision, stock.backend, counts)
+    return _over_stock_kernel(decision, stock, counts)
 
 
 def not_timed(problem: Problem) -> str:
@@ -90,7 +90,9 @@ def not_timed(problem: Problem) -> str:
     return "a batched all-to-all" if problem.parallel.is_batched else ""
 
 
-def _measured(found: profile.Profile, shape: KernelShape, decision: Decision, objective: Objective) -> StockGain | None:
+def _measured(
+    found: profile.Profile, shape: KernelShape, decision: Decision, objective: Objective, stock_choice: StockChoice
+) -> StockGain | None:
     times: dict[str, dict[int, float]] = {}
     for sample in found.samples(shape):
         if not sample.failure and sample.routing == "uniform":
@@ -100,13 +102,14 @@ def _measured(found: profile.Profile, shape: KernelShape, decision: Decision, ob
     speedup = _mean_speedup(stock, own, objective)
     if speedup is None:
         return None
+    name = found.stock_classes(shape).get(STOCK_DEFAULT) or "own layer"
     weighted = [count for count in own if objective.weights[0][0] <= count <= objective.largest]
     ratios = sorted((stock[count] / own[count], count) for count in weighted)
     return StockGain(
         "measured",
         speedup,
         str(objective),
-        f"stock vLLM's {found.stock_classes(shape).get(STOCK_DEFAULT) or 'own layer'}",
+        f"{name}, which stock vLLM is taken to run," if stock_choice.assumed else f"stock vLLM's {name}",
         f"the shipped times ({found.environment})",
         slowest=ratios[0][::-1] if ratios else None,
         fastest=ratios[-1][::-1] if ratios else None,
@@ -135,7 +138,7 @@ def _mean_speedup(stock: Mapping[int, float], own: Mapping[int, float], objectiv
     return math.exp(slower - faster)
 
 
-def _over_stock_kernel(decision: Decision, stock: str, objective: Objective) -> StockGain | None:
+def _over_stock_kernel(decision: Decision, stock_choice: StockChoice, objective: Objective) -> StockGain | None:
     """The gain over stock's kernel by the times of the decision, where it is another one and was compared.
 
     The error of a predicted gain over another kernel than the comparison's base is that of two independent times.
@@ -144,7 +147,8 @@ def _over_stock_kernel(decision: Decision, stock: str, objective: Objective) -> 
     if decision.why not in ("measured", "predicted") or outcome is None:
         return None
     kind: Literal["measured", "predicted"] = "measured" if decision.why == "measured" else "predicted"
-    words = f"{stock}, stock vLLM's kernel,"
+    stock = stock_choice.backend
+    words = f"{stock}, which stock vLLM is taken to run," if stock_choice.assumed else f"{stock}, stock vLLM's kernel,"
     if stock == outcome.comparison_base:
         if not outcome.time_saved:
             return None

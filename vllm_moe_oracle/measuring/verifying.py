@@ -31,7 +31,7 @@ from ..measurements import lookup
 from ..methods.measure_hook import Progress
 from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import decide, is_final, remaining_candidates
-from ..oracle.stock_kernels import stock_candidate
+from ..oracle.stock_kernels import kernel_of_stock
 from ..oracle.watchdog import doing
 from ..releases.gemma_norms import has_gemma_norms
 from ..settings import AUTO, Settings, env_var
@@ -230,11 +230,10 @@ class Verification:
             made = decide(problem, self.device, self.settings, AUTO, self.registry, measurements)
         except NoBackendError as error:
             words = error.rule
-            stock = stock_candidate(error.candidates, problem, self.device, self.registry)
+            stock = kernel_of_stock(error.candidates, problem, self.device, self.registry)
             if stock is None:
                 return LayerPlan(problem, None, f"{words}. {error.remedy}" if error.remedy else words)
-            reasons = "; ".join(map(str, stock.reasons))
-            return LayerPlan(problem, None, f"left to stock vLLM ({stock.backend}: {reasons})", is_stock=True)
+            return LayerPlan(problem, None, f"left to stock vLLM: {stock.why}", is_stock=True)
         return LayerPlan(problem, made)
 
     def _identity(self, config: CheckpointFiles) -> str:

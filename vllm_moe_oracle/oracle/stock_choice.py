@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ..backends import Backend
 from ..backends._stock import StockBackend
+from ..backends._stock_priority import class_without_wrapper
 from ..core.decision import Candidate, Decision
 from ..core.problem import Device, Problem
 from ..releases import min_versions
@@ -34,9 +35,6 @@ _LISTED_FOR_HALVES = frozenset(
 )
 """Kernels for MXFP4 experts of other models than gpt-oss (``_get_priority_backends``)."""
 
-_CUTLASS_MXFP4 = "CutlassExpertsMxfp4"
-"""vLLM's class for MXFP4 on both sides, on compute capabilities from 10.0 to below 12.0."""
-
 
 @dataclass(frozen=True, slots=True)
 class StockChoice:
@@ -46,11 +44,13 @@ class StockChoice:
         stock_class: the name of vLLM's expert class; "" where it takes none.
         backend: the backend here that wraps the class; "" where none does.
         refusal: the error with which stock vLLM ends; "" where it takes a class.
+        assumed: the rules do not reach the layer, and the class is the first that accepts it (`assume_stock`).
     """
 
     stock_class: str = ""
     backend: str = ""
     refusal: str = ""
+    assumed: bool = False
 
     def __str__(self) -> str:
         if self.refusal:
@@ -70,6 +70,12 @@ def choose_stock(
         moe_backend: vLLM's ``--moe-backend``.
         method: vLLM's name of the checkpoint's quantization, which reads AutoRound's integers by other rules.
     """
+    if problem.ragged_intermediate_size:
+        even = _evenly_sharded(problem)
+        found = choose_stock(even, device, registry, moe_backend, method)
+        is_refused = found is None and problem.scheme.name == "wna16"  # formats in blocks of 32 are padded
+        refusal = f"it has no ragged shards, and {even.intermediate_size} columns a rank are not whole scale groups"
+        return StockChoice(refusal=refusal) if is_refused else found
     scheme = problem.scheme
     if moe_backend != AUTO or (method == "inc" and scheme.name == "wna16"):
         return None
@@ -88,21 +94,29 @@ def choose_stock(
     found = _apart_from_lists(problem, device)
     if found is not None:
         return found
-    return _listed(stock_wrappers(candidates, problem, device, registry), problem, device, registry)
+    return _listed(stock_wrappers(candidates, registry), problem, device, registry)
 
 
 def assume_stock(decision: Decision, device: Device, registry: Registry) -> StockChoice:
     """What stock vLLM takes where `choose_stock` does not know it, as far as the wrappers of its classes tell: the
-    first of its order that accepts the layer. Empty if none does.
+    first of its order that accepts the layer. Empty if none does, and of ragged shards, which stock does not have.
 
     Args:
         decision: the layer's.
         device: the machine.
         registry: the backends.
     """
-    wrappers = stock_wrappers(decision.candidates, decision.problem, device, registry)
+    wrappers = stock_wrappers(decision.candidates, registry)
     name = next((each.backend for each in wrappers if each.accepted), "")
-    return StockChoice(registry[name].stock_class.rpartition(":")[2], name) if name else StockChoice()
+    if not name or decision.problem.ragged_intermediate_size:
+        return StockChoice()
+    return StockChoice(registry[name].stock_class.rpartition(":")[2], name, assumed=True)
+
+
+def _evenly_sharded(problem: Problem) -> Problem:
+    """A layer with ragged shards as stock vLLM shards it, rounded down."""
+    even = problem.ragged_intermediate_size // problem.parallel.tp
+    return replace(problem, intermediate_size=even, ragged_intermediate_size=0)
 
 
 def _is_known(device: Device, since: str) -> bool:
@@ -115,7 +129,8 @@ def _on_cpu(problem: Problem, device: Device) -> StockChoice | None:
     Its method for compressed-tensors takes Marlin's class for MXFP4, which cannot run."""
     if problem.scheme.name == "mxfp8":
         plain = problem.activation.name == "silu" and problem.activation.gated and not problem.parallel.is_batched
-        return StockChoice("Mxfp8EmulationTritonExperts") if plain else None
+        emulation = "Mxfp8EmulationTritonExperts, which needs Triton: AttributeError at the first request"
+        return StockChoice(refusal=emulation) if plain else None
     listed = problem.scheme.name == "mxfp4" and problem.scheme.packing != "compressed-tensors"
     if listed and "amx_tile" not in device.features:
         return StockChoice(refusal=f"{_no_kernel('MXFP4')} (its class for CPUs needs AMX)")
@@ -127,21 +142,10 @@ def _apart_from_lists(problem: Problem, device: Device) -> StockChoice | None:
     scheme = problem.scheme
     if scheme.name == "wna16" and scheme.packing == "gptq" and scheme.act_order == "group":
         return StockChoice(refusal="ValueError: desc_act=True is no longer supported")
-    has_cutlass = 100 <= (device.capability or 0) < 120
-    if scheme.name != "mxfp4" or problem.parallel.is_batched:
-        return None
-    if scheme.packing == "compressed-tensors" and has_cutlass:
-        return StockChoice(_CUTLASS_MXFP4)
-    if scheme.packing in ("quark", "online") and scheme.activations == "mxfp4" and _is_plain(problem):
-        listed = has_cutlass and vllm_at_least_on(device, min_versions.CUTLASS_MXFP4_LISTED)
-        return StockChoice(_CUTLASS_MXFP4 if listed else "OCP_MXQuantizationEmulationTritonExperts")
-    return None
-
-
-def _is_plain(problem: Problem) -> bool:
-    """Whether a layer needs nothing that the classes that no backend here wraps might not have."""
-    plain = problem.activation.name == "silu" and problem.activation.gated and problem.activation.limit is None
-    return plain and not (problem.has_bias or problem.lora or problem.eplb)
+    if scheme.packing == "compressed-tensors-int":
+        return StockChoice(refusal="ValueError: For Fused MoE layers, only format: pack-quantized is supported")
+    name = class_without_wrapper(problem, device)
+    return StockChoice(name) if name else None
 
 
 def _listed(wrappers: list[Candidate], problem: Problem, device: Device, registry: Registry) -> StockChoice | None:

@@ -7,11 +7,11 @@ classes say what those can do: a wrapper with no reason against it but these wra
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from ..backends._stock import StockBackend
+from ..backends._stock_priority import CUTLASS_MXFP4, class_without_wrapper
 from ..core.decision import Candidate
 from ..core.problem import Device, Problem
-from .checked_backend import unchecked
 from .registry import Registry
 
 NOT_ASKED_BY_STOCK = frozenset(
@@ -46,30 +46,34 @@ def is_loadable(candidates: Iterable[Candidate]) -> bool:
     return not any(reason.code in NOT_LOADED_BY_VLLM for each in candidates for reason in each.reasons)
 
 
-def stock_wrappers(
-    candidates: Iterable[Candidate], problem: Problem, device: Device, registry: Registry
-) -> list[Candidate]:
-    """The candidates over vLLM's own classes, in the order of the machine's release.
+def stock_wrappers(candidates: Iterable[Candidate], registry: Registry) -> list[Candidate]:
+    """The candidates over vLLM's own classes, in the order of the machine's release, rejected ones among the others.
 
     Args:
-        candidates: of a layer, in static order, which is that of the newest supported release.
-        problem: the layer.
-        device: the machine.
+        candidates: of a layer.
         registry: the backends.
     """
-
-    def place(candidate: Candidate) -> float:
-        backend = unchecked(registry[candidate.backend])
-        return backend.stock_priority(problem, device) if isinstance(backend, StockBackend) else candidate.priority
-
     found = [each for each in candidates if each.backend in registry and registry[each.backend].stock_class]
-    return sorted(found, key=place)
+    return sorted(found, key=lambda candidate: candidate.priority)
 
 
-def stock_candidate(
+@dataclass(frozen=True, slots=True)
+class StockKernel:
+    """vLLM's class for a layer that no backend can run.
+
+    Attributes:
+        name: of the class.
+        why: why the layer is left to it.
+    """
+
+    name: str
+    why: str
+
+
+def kernel_of_stock(
     candidates: Iterable[Candidate], problem: Problem, device: Device, registry: Registry
-) -> Candidate | None:
-    """The wrapper of the class that stock vLLM would take on a GPU; None where there is none, and on other devices.
+) -> StockKernel | None:
+    """What stock vLLM would take on a GPU; None where it has nothing, and on other devices.
 
     Args:
         candidates: of a layer that no backend can run.
@@ -79,6 +83,11 @@ def stock_candidate(
     """
     if device.kind != "cuda":
         return None
+    if class_without_wrapper(problem, device) == CUTLASS_MXFP4:
+        return StockKernel(CUTLASS_MXFP4, f"it runs {CUTLASS_MXFP4} here, MXFP4 by MXFP4, and no backend wraps that")
     ignored = NOT_ASKED_BY_STOCK | PADDED_BY_STOCK if problem.scheme.name == "mxfp4" else NOT_ASKED_BY_STOCK
-    wrappers = stock_wrappers(candidates, problem, device, registry)
-    return next((each for each in wrappers if {one.code for one in each.reasons} <= ignored), None)
+    for each in stock_wrappers(candidates, registry):
+        if {one.code for one in each.reasons} <= ignored:
+            name, reasons = registry[each.backend].stock_class_name, "; ".join(map(str, each.reasons))
+            return StockKernel(name, f"its {name} does not have these rules of {each.backend}: {reasons}")
+    return None
