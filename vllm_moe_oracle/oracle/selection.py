@@ -27,7 +27,6 @@ from ..core.objectives import parse_objective
 from ..core.overrides import first_match
 from ..core.problem import Device, Problem, satisfies_precision
 from ..errors import BackendDefect, NoBackendError
-from ..releases.supported import NEWEST
 from ..releases.vllm_names import MOE_BACKENDS
 from ..settings import AUTO, Settings, env_var
 from .backend_names import known_names, require_known, suggest
@@ -177,7 +176,7 @@ def _automatic_decision(case: _DecisionInput, note: str, measurements: Measureme
         # A kernel would be faster, if a remedy makes one available.
         decision = case.decision(chosen, "static", f"{_explain_reference(case)}{note}")
         return dataclasses.replace(decision, degraded=_has_alternative(case) or bool(note))
-    explanation = f"first accepted backend in the static order (vLLM {NEWEST}'s, then this project's)"
+    explanation = "first accepted backend in the static order (stock vLLM's, then this project's)"
     if len(equivalent_backends(chosen, case.candidates, named=True)) == 1:
         explanation = "no other kernel here computes the same numbers"
     choice = MeasuredChoice(chosen.backend, "")
