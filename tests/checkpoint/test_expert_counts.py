@@ -215,6 +215,33 @@ def test_a_layer_without_any_expert_is_refused(format: str, tmp_path: Path) -> N
     assert error.remedy == "Fetch the files that belong to this config"
 
 
+def drop_all(tensors: Tensors) -> None:
+    for name in [each for each in tensors if ".experts." in each]:
+        del tensors[name]
+
+
+def test_a_model_without_any_expert_is_refused(tmp_path: Path) -> None:
+    """Unless a tensor may be one under an unknown name, or the files are no model's layers."""
+    folder = with_tensors(write(tmp_path / "model"), drop_all)
+    error = refused(folder)
+    assert (error.rule, error.where) == (
+        "the files hold no expert of 2 of 2 MoE layers",
+        f"{folder}/config.json, {LAYERS}",
+    )
+    whole = load_file(folder / "model.safetensors")
+    for others in (
+        {**whole, "model.layers.0.moe.up_proj.weight": torch.zeros(1)},
+        {f"base_model.model.{name}": tensor for name, tensor in whole.items()},
+        {name: tensor for name, tensor in whole.items() if "attn" not in name},
+    ):
+        save_file(others, folder / "model.safetensors")
+        assert len(find(folder).problems) == 2
+    save_file(
+        {**whole, "model.layers.0.mlp.shared_expert.up_proj.weight": torch.zeros(1)}, folder / "model.safetensors"
+    )
+    assert refused(folder).rule == error.rule
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     ("index", "missing", "remedy"),

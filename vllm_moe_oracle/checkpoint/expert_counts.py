@@ -16,7 +16,7 @@ from ..quantization.types import LayerNames
 from .files import CheckpointFiles
 from .layer_names import compact_layer_names, index_ranges
 from .model_fields import NUM_EXPERTS_FIELDS
-from .tensor_headers import INDEX_NAME, ExpertTensors, has_all_files, indexed_names
+from .tensor_headers import INDEX_NAME, ExpertTensors, has_all_files, holds_no_experts, indexed_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def check_expert_counts(
 ) -> list[str]:
     """Refuses files that hold other experts than the config says.
 
-    Files that hold no expert of the model under a known name are not judged; see `absent_layers`.
+    Files that may hold the model's experts under unknown names are not judged; see `absent_layers`.
 
     Args:
         config: the checkpoint's.
@@ -56,7 +56,7 @@ def check_expert_counts(
             of those that it counts.
     """
     layers = tuple(layers)
-    if config.folder is None or not found:
+    if config.folder is None or not layers:
         return []
     if error := absence_error(config, layers, found):
         raise error
@@ -82,21 +82,25 @@ def check_expert_counts(
         f"{compact_layer_names(names)}: {rule}, where speculative decoding uses these layers. {remedy}"
         for (rule, remedy), names in notes.items()
     ]
-    if drafts := [layer.names.modules[0] for layer in absent_layers(layers, found) if layer.is_draft]:
+    if drafts := [layer.names.modules[0] for layer in absent_layers(config, layers, found) if layer.is_draft]:
         rule = "the files hold none of their experts: speculative decoding with these layers has nothing to load"
         said.append(f"{compact_layer_names(drafts)}: {rule}")
     return said
 
 
-def absent_layers(layers: Iterable[CountedLayer], found: Mapping[str, ExpertTensors]) -> list[CountedLayer]:
-    """The layers of which files hold no expert. Those that hold none of the model itself are not judged: a folder may
-    have its layers for multi-token prediction alone, and all names may be unknown.
+def absent_layers(
+    config: CheckpointFiles, layers: Iterable[CountedLayer], found: Mapping[str, ExpertTensors]
+) -> list[CountedLayer]:
+    """The layers of which files hold no expert. Files that hold none of the model itself are not judged if a tensor may
+    be an expert's: a folder may have its layers for multi-token prediction alone, and all names may be unknown.
 
     Arguments are those of `check_expert_counts`.
     """
     held = {layer: any(name in found for name, _ in layer.names.modules_in_files()) for layer in layers}
     if not any(is_held for layer, is_held in held.items() if not layer.is_draft):
-        return []
+        is_judged = held and not found and config.folder is not None and holds_no_experts(config.folder)
+        if not is_judged:
+            return []
     return [layer for layer, is_held in held.items() if not is_held and layer.is_checked]
 
 
@@ -109,13 +113,13 @@ def absence_error(
     Arguments are those of `check_expert_counts`.
     """
     layers = tuple(layers)
-    absent = {layer.names.modules[0] for layer in absent_layers(layers, found) if not layer.is_draft}
+    absent = {layer.names.modules[0] for layer in absent_layers(config, layers, found) if not layer.is_draft}
     if not absent or config.folder is None:
         return None
     names = [layer.names.modules[0] for layer in layers if not layer.is_draft]
     held = [name for name in names if name not in absent]
-    rule = f"the files hold no expert of {len(absent)} of {len(names)} MoE layers, and those of "
-    rule += compact_layer_names(held)
+    rule = f"the files hold no expert of {len(absent)} of {len(names)} MoE layers"
+    rule += f", and those of {compact_layer_names(held)}" if held else ""
     where = f"{config.path}, {compact_layer_names([name for name in names if name in absent])}"
     return DamagedCheckpointError(rule, _remedy_of_absence(config.folder), where)
 

@@ -171,7 +171,7 @@ def _find_moe_layers(
         raise CheckpointError(rule, "Use fewer: --tp times --dp are all ranks", str(config.path))
     drafts = {layer.modules[0] for layer in mtp_names.values()}
     quantized = {problem.layer for problem in (*problems, *mtp_problems)}
-    counted = _counted(config, names | mtp_names, quantized, drafts) if in_files else []
+    counted = _counted(config, names | mtp_names, quantized, drafts) if not unread else []
     miscounted = check_expert_counts(config, counted, in_files)
     compared = {name: each for name, each in kinds_in_files.items() if name not in foreign}
     said, packed = ([unread], False) if unread else _notes_on_files(config, compared, quantized, drafts)
@@ -193,7 +193,7 @@ def _find_moe_layers(
         refused,
         tuple(said),
         tuple(architectures(config)),
-        tuple(each.names.modules[0] for each in absent_layers(counted, in_files)),
+        tuple(each.names.modules[0] for each in absent_layers(config, counted, in_files)),
     )
 
 
@@ -283,12 +283,12 @@ def require_experts(config: CheckpointFiles, layer: str, vllm: str | None = None
         CheckpointError: the config or the files cannot be read.
     """
     names = moe_layer_names(config, vllm)
-    in_files, _ = _experts_in_files(config, names.values())
+    in_files, unread = _experts_in_files(config, names.values())
     format_of, _ = _expert_formats(config, "", vllm)
     quantized = {each.modules[0] for each in names.values() if isinstance(format_of(each), Scheme)}
-    layers = _counted(config, names, quantized, ())
+    layers = _counted(config, names, quantized, ()) if not unread else []
     error = absence_error(config, layers, in_files)
-    if error is not None and layer in {each.names.modules[0] for each in absent_layers(layers, in_files)}:
+    if error is not None and layer in {each.names.modules[0] for each in absent_layers(config, layers, in_files)}:
         raise error
 
 

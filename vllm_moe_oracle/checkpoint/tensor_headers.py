@@ -188,13 +188,7 @@ def expert_tensors(folder: Path, modules: Collection[str]) -> dict[str, ExpertTe
     longest = max(map(len, modules), default=0)
     wanted = frozenset(modules)
     found: dict[str, ExpertTensors] = {}
-    for path in tensor_files(folder):
-        with _opened(path) as file:
-            data = _header_bytes(file)
-            check_values(data, CheckpointError, str(path))
-            tensors = _TYPES.decode(data)
-            tensors.pop("__metadata__", None)
-            _check_places(tensors, os.fstat(file.fileno()).st_size - 8 - len(data), str(path))
+    for tensors in _headers(folder):
         for name, tensor in tensors.items():
             # Truncated first: rpartition copies, and a name in a file may have megabytes.
             if not name.endswith("bias") and (module := _module_of(name[: longest + 1], wanted)):
@@ -202,6 +196,31 @@ def expert_tensors(folder: Path, modules: Collection[str]) -> dict[str, ExpertTe
                 layer.kinds.add((name.rpartition(".")[2], tensor.dtype))
                 layer.add(name[len(module) + 1 : len(module) + _MOST_CHARS], tensor)
     return found
+
+
+def _headers(folder: Path) -> Iterator[dict[str, _Tensor]]:
+    """The tensors of each file, by name; see `expert_tensors`."""
+    for path in tensor_files(folder):
+        with _opened(path) as file:
+            data = _header_bytes(file)
+            check_values(data, CheckpointError, str(path))
+            tensors = _TYPES.decode(data)
+            tensors.pop("__metadata__", None)
+            _check_places(tensors, os.fstat(file.fileno()).st_size - 8 - len(data), str(path))
+        yield tensors
+
+
+_ATTENTION = re.compile(r"(?!base_model\.)(.*\.)?layers\.\d+\.\w*(attn|attention)\.", re.ASCII)
+"""In the names of a model's layers, but not of an adapter for them."""
+
+_MAYBE_EXPERTS = re.compile(r"(?<!shared_)expert|moe", re.IGNORECASE)
+
+
+def holds_no_experts(folder: Path) -> bool:
+    """Whether all safetensors files of a checkpoint are there and hold layers of a model, and none of their tensors may
+    be a routed expert's, whatever its name. Errors are those of `expert_tensors`."""
+    names = [name for tensors in _headers(folder) for name in tensors] if has_all_files(folder) else []
+    return any(map(_ATTENTION.match, names)) and not any(map(_MAYBE_EXPERTS.search, names))
 
 
 class RefusedFileError(DamagedCheckpointError):
