@@ -31,6 +31,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .backends import Adapters, Backend, Builder, Forward, Tensors, WorkspaceForward
     from .backends.emulation import forward as reference_forward
+    from .checkpoint.moe_layers import MoeLayers
+    from .checkpoint.served_layers import Server
     from .core.capabilities import Capabilities, Rule
     from .core.decision import Decision, Numerics, ShardPlan, format_candidates
     from .core.problem import Activation, Device, Parallel, Placement, Problem, Routing, Scheme, SchemeName
@@ -162,14 +164,11 @@ def explain_checkpoint(
     from . import settings as settings_module
     from .checkpoint.files import read_checkpoint
     from .checkpoint.ranks import Ranks
-    from .checkpoint.served_layers import Server, decide_layers
-    from .core.field_checks import check_value
+    from .checkpoint.served_layers import Server
     from .core.problem import Device
     from .devices.catalog import known_device
     from .releases.all2all import DEFAULT_ALL2ALL
 
-    check_value("quantization", quantization, (str,))
-    check_value("failures", failures, (list, type(None)))
     server = Server.make(
         device if isinstance(device, Device) else known_device(device),
         settings if settings is not None else settings_module.load(),
@@ -183,8 +182,17 @@ def explain_checkpoint(
         eplb=eplb,
         expert_placement_strategy=expert_placement_strategy,
     )
+    return _decide(server, server.find_layers(read_checkpoint(path), quantization), failures)
+
+
+def _decide(server: Server, layers: MoeLayers, failures: list[NoBackendError] | None) -> list[Decision]:
+    """The decisions of layers; the errors of others go to `failures`, or are raised where it is None."""
+    from .checkpoint.served_layers import decide_layers
+    from .core.field_checks import check_value
+
+    check_value("failures", failures, (list, type(None)))
     decisions = []
-    for layer in decide_layers(server, server.find_layers(read_checkpoint(path), quantization)):
+    for layer in decide_layers(server, layers):
         if layer.decision is not None:
             decisions.append(layer.decision)
         elif layer.error is not None:

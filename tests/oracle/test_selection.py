@@ -702,14 +702,13 @@ def test_the_reference_on_a_cpu_names_the_nearest_candidate() -> None:
 
 def test_the_reference_on_a_cpu_is_degraded_if_a_remedy_exists() -> None:
     """A warning in a server's log is for what its reader can change."""
-    there = dataclasses.replace(CPU, features=("avx512_bf16",), packages={"vllm": NEWEST})
-    chosen = settings(disable="cpu_dequantized")
-    decision = decide(problem(scheme=INT4_G128), there, chosen)
+    there = dataclasses.replace(CPU, features=("avx512f", "avx512_bf16"), packages={"vllm": NEWEST})
+    decision = decide(problem(scheme=INT4_G128), there, settings())
     assert decision.backend == "emulation" and decision.degraded
     assert "set MOE_ORACLE_ALLOW_ACTIVATION_QUANTIZATION to 1 and choose it by name" in decision.explanation
-    assert not decide(problem(scheme=INT4_G128), dataclasses.replace(there, features=()), chosen).degraded
-    assert not decide(problem(scheme=INT4_G128), there, settings(disable="cpu_int4,cpu_dequantized")).degraded
-    assert not decide(problem(scheme=MXFP8_W8A8), there, chosen).degraded
+    assert not decide(problem(scheme=INT4_G128), dataclasses.replace(there, features=()), settings()).degraded
+    assert not decide(problem(scheme=INT4_G128), there, settings(disable="cpu_int4")).degraded
+    assert not decide(problem(scheme=MXFP8_W8A8), there, settings()).degraded
 
 
 def test_a_fallback_is_degraded() -> None:

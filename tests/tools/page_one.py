@@ -114,7 +114,7 @@ def help_table() -> str:
     lines: list[list[str]] = []
     # What decides first, and the machine that decides nothing by times last.
     order = ("measured", "predicted", "static")
-    first = {cells: next(n for n, word in enumerate(order) if word in cells[0]) for cells in rows}
+    first = {cells: next((n for n, word in enumerate(order) if word in cells[0]), len(order)) for cells in rows}
     for cells, names in sorted(rows.items(), key=lambda row: (first[row[0]], "CPU" in row[1])):
         lines.append([_short_names(names), *cells])
     lines.append(["ROCm, XPU", *["stands down"] * len(HELP_FORMATS)])

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from ..core.decision import Candidate, Decision
-from ..core.field_checks import check_fields
+from ..core.field_checks import check_fields, check_value
 from ..core.lora import targets_experts
 from ..core.measurement_set import MeasurementSet
 from ..core.overrides import first_match
@@ -137,6 +137,7 @@ class Server:
             SettingError: a name of a backend is unknown. The error suggests one for the layers' formats.
             OracleError: as for `find_moe_layers`.
         """
+        check_value("quantization", quantization, (str,))
         try:
             found = find_moe_layers(
                 read,

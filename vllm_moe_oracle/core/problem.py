@@ -359,13 +359,6 @@ class Problem:
 DEVICE_KINDS = ("cuda", "cpu", "rocm", "xpu")
 """Kinds of device that rules distinguish."""
 
-_IMPLIED_FEATURES = {
-    "amx_bf16": ("amx_tile",),
-    "avx512_bf16": ("avx512f", "avx2"),
-    "avx512f": ("avx2",),
-}
-"""Instruction sets that a CPU with another one has, as compilers take it for granted (``gcc -mavx512bf16``)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -377,8 +370,7 @@ class Device:
         capability: CUDA compute capability, 90 for sm_90; 0 for other devices.
         sm_count: streaming multiprocessors; 0 for other devices.
         memory_gib: memory of one device in GiB, of a CPU what this process may use; 0 when unknown.
-        features: instruction sets that rules depend on, e.g. ``amx_bf16``, ``avx512f``; those that they imply follow
-            them.
+        features: instruction sets that rules depend on, e.g. ``amx_bf16``, ``avx512f``.
         packages: versions of the installed packages that rules depend on, by distribution name.
         driver: version of the GPU's driver; "" when unknown.
     """
@@ -394,8 +386,6 @@ class Device:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        implied = (each for name in self.features for each in _IMPLIED_FEATURES.get(name, ()))
-        object.__setattr__(self, "features", tuple(dict.fromkeys((*self.features, *implied))))
 
     def __str__(self) -> str:
         return f"{self.name} (sm_{self.capability})" if self.kind == "cuda" else f"{self.name} ({self.kind})"

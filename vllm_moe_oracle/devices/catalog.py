@@ -164,7 +164,7 @@ def load_device(path: Path) -> Device:
     """A device from a JSON file: the fields of `Device`, or an object that has them under ``device``.
 
     What the file leaves out is as for the name of a device: figures and features are the catalog's, where it has the
-    product, and packages those of an installation of the newest tested vLLM.
+    product, and packages those of an installation of the newest tested vLLM. Features bring those that they imply.
 
     Raises:
         SettingError: the file cannot be read, does not describe a device, or contradicts the catalog.
@@ -186,7 +186,18 @@ def load_device(path: Path) -> Device:
     elif device.kind == "cuda" and "capability" not in inner:
         rule = f"not a device: {device.name[:60]!r} is no GPU that is known, and its capability is missing"
         raise SettingError(rule, _CAPABILITY_REMEDY, where)
-    return device if "packages" in inner else dataclasses.replace(device, packages=default_packages(device.kind))
+    packages = device.packages if "packages" in inner else default_packages(device.kind)
+    implied = [each for name in device.features for each in _IMPLIED_FEATURES.get(name, ())]
+    features = tuple(dict.fromkeys((*device.features, *implied)))
+    return dataclasses.replace(device, packages=packages, features=features)
+
+
+_IMPLIED_FEATURES = {
+    "amx_bf16": ("amx_tile",),
+    "avx512_bf16": ("avx512f", "avx2"),
+    "avx512f": ("avx2",),
+}
+"""Instruction sets that a CPU with another one has, as compilers take it for granted (``gcc -mavx512bf16``)."""
 
 
 _FIGURES = ("capability", "sm_count", "memory_gib", "features")
