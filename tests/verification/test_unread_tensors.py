@@ -128,3 +128,17 @@ def test_scales_that_the_models_dtype_rounds_are_a_warning(
     assert "warning: " not in run("verify", folder).err
     (words,) = run("verify", folder, "--dtype", "float16", "--json").json["layers"][0]["warnings"]
     assert words.startswith(f"{EXPERT}.up_proj.weight_scale (model.safetensors): float16, the model's dtype, changes")
+
+
+def test_a_bias_that_only_some_experts_have_is_zero_elsewhere(
+    run: cli.Run, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """No config declares biases of GPTQ's experts: a server warns, and serves zeros."""
+    found = run(
+        "verify", rewrite_tensors(models["gptq"], tmp_path / "one", added("up_proj.bias", torch.ones(64))), "--json"
+    )
+    assert found.status == 0, found.err
+    first, second = found.json["layers"]
+    lacking = "not in the files, as others are: it is zero"
+    assert first["warnings"] == [f"{LAYERS[0]}.0.gate_proj.bias and 7 more: {lacking}"]
+    assert second["warnings"] == [f"{LAYERS[1]}.0.gate_proj.bias and 8 more: {lacking}"]

@@ -277,10 +277,17 @@ class StoredExperts:
                 for shard, name in shards.items():
                     where = f"{self.problem.layer}, expert {index}, {self.files.stored(name)}"
                     if name not in self.files:
+                        if self._may_lack(canonical):
+                            continue
                         remedy = "The checkpoint lacks it, names it differently, or a shard was not downloaded"
                         raise CheckpointError("the tensor is missing", remedy, where)
                     if self.projections or index == 0:
                         self._check(self.files.meta(name), canonical, shard, where)
+
+    def _may_lack(self, canonical: str) -> bool:
+        """Whether an expert may have no tensor of that canonical name, which is zero then: a bias of integers. No config
+        declares those, and some other expert has one."""
+        return self.problem.scheme.name == "wna16" and canonical.endswith("_bias")
 
     def _check_extra(self, index: int, tensors: Mapping[str, Shards]) -> None:
         """Refuses tensors of an expert that no server has a place for."""
@@ -304,8 +311,8 @@ class StoredExperts:
         return tuple(ending for ending in known if ending not in self.endings.values())
 
     def check_unread(self) -> list[str]:
-        """Checks the tensors that experts have and nothing reads, as a server does when it loads them, and how the
-        model's dtype rounds scales.
+        """Checks the tensors that experts have and nothing reads, as a server does when it loads them, how the model's
+        dtype rounds scales, and whether all experts have a bias where some have one.
 
         Returns:
             What to warn of, each with the first tensor of which it is said, and how many there are.
@@ -320,9 +327,14 @@ class StoredExperts:
                     name = f"{self.module}.{self.first + index}.{projection}.{ending}"
                     if name in self.files and (words := self._check_unread_tensor(name, ending, shard, index)):
                         warned.setdefault(words, []).append(self.files.stored(name))
+            for canonical, shards in self._tensor_names(index).items():
+                if self._may_lack(canonical):
+                    lacking = [name for name in shards.values() if name not in self.files]
+                    warned.setdefault("not in the files, as others are: it is zero", []).extend(lacking)
         return [
             f"{stored[0]}{f' and {len(stored) - 1} more' if stored[1:] else ''}: {words}"
             for words, stored in warned.items()
+            if stored
         ]
 
     def _check_unread_tensor(self, name: str, ending: str, shard: str, index: int) -> str:
@@ -439,8 +451,11 @@ class StoredExperts:
         parameters: dict[str, Tensor] = {}
         for parameter, canonical in wna16_parameters.canonical_names(problem).items():
             suffix = canonical.removeprefix("w13").removeprefix("w2")
-            data: Tensor | None = None
+            is_optional = self._may_lack(canonical)
+            data = torch.zeros(shapes[canonical], dtype=getattr(torch, problem.dtype)) if is_optional else None
             for shard, name in names[canonical].items():
+                if is_optional and name not in self.files:
+                    continue
                 part = self._read_part(name, canonical, shard, index)
                 if suffix in ("_scale", "_bias"):  # as the parameter, which has the model's dtype
                     part = part.to(getattr(torch, problem.dtype))
