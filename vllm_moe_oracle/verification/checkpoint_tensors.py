@@ -285,8 +285,8 @@ class StoredExperts:
                         self._check(self.files.meta(name), canonical, shard, where)
 
     def _may_lack(self, canonical: str) -> bool:
-        """Whether an expert may have no tensor of that canonical name, which is zero then: a bias of integers. No config
-        declares those, and some other expert has one."""
+        """Whether an expert may lack a tensor of that canonical name, which is zero then: a bias beside integers. No
+        config declares it, and some other expert has one."""
         return self.problem.scheme.name == "wna16" and canonical.endswith("_bias")
 
     def _check_extra(self, index: int, tensors: Mapping[str, Shards]) -> None:
