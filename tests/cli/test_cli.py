@@ -568,6 +568,10 @@ def test_a_dense_model_is_unaffected(run: Run, write: Write) -> None:
         assert run("tune", path).status == 2  # there is nothing to measure
 
 
+OTHER = {"model_type": "other_moe"}
+"""A model type whose defaults nobody knows."""
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -576,11 +580,11 @@ def test_a_dense_model_is_unaffected(run: Run, write: Write) -> None:
             "block_configs gives every layer a shape of its own, which this release does not read",
         ),
         (
-            {"num_experts": None, "ffn_config": {"moe_num_experts": 16}},
+            OTHER | {"num_experts": None, "ffn_config": {"moe_num_experts": 16}},
             "ffn_config.moe_num_experts describes its experts",
         ),
-        ({"num_experts": None, "parts": [{"n_routed_experts": 9}]}, "parts.0.n_routed_experts describes its experts"),
-        ({"num_experts": None}, "'qwen3_moe' is a name of models with experts, and none of num_experts, "),
+        (OTHER | {"num_experts": None, "parts": [{"n_routed_experts": 9}]}, "parts.0.n_routed_experts describes its"),
+        (OTHER | {"num_experts": None}, "'other_moe' is a name of models with experts, and none of num_experts, "),
     ],
     ids=str,
 )

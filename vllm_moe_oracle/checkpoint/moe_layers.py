@@ -364,8 +364,7 @@ def _expert_formats(config: CheckpointFiles, online: str, vllm: str | None) -> t
 
     def loaded(layer: LayerNames) -> ExpertFormat:
         found = format_of(layer)
-        if isinstance(found, Scheme):
-            check_release(method, found, vllm, str(config.path))
+        check_release(method, found, vllm, str(config.path))
         return found
 
     return loaded, method

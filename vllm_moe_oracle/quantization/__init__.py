@@ -70,23 +70,27 @@ def with_moe_wna16_packing(lookup: FormatLookup) -> FormatLookup:
 _SCHEME_WORDS = {"mxfp8": "MXFP8", "mxfp4": "MXFP4", "wna16": "integers"}
 
 
-def check_release(method: str, scheme: Scheme, vllm: str | None, where: str) -> None:
-    """Refuses experts that a release of vLLM does not load yet; see `FIRST_RELEASES`.
+def check_release(method: str, found: ExpertFormat, vllm: str | None, where: str) -> None:
+    """Refuses experts that a release of vLLM does not load yet; see `FIRST_RELEASES` and
+    `UnsupportedFormat.first_release`.
 
     Args:
         method: vLLM's name for the quantization.
-        scheme: the experts'.
+        found: how the experts are stored.
         vllm: the release, as `min_versions.vllm_at_least` takes it.
         where: file and field, for messages.
 
     Raises:
         DeploymentError: it does not.
     """
-    online = scheme.packing == "online"
-    first = FIRST_RELEASES.get(("online" if online else method, scheme.name))
-    if first is None or min_versions.vllm_at_least(vllm, minimum=first):
+    online = isinstance(found, Scheme) and found.packing == "online"
+    if isinstance(found, Scheme):
+        first = FIRST_RELEASES.get(("online" if online else method, found.name), "")
+        words = _SCHEME_WORDS[found.name]
+    else:
+        first, words = ("", "") if found is None else (found.first_release, found.format)
+    if not first or min_versions.vllm_at_least(vllm, minimum=first):
         return
-    words = _SCHEME_WORDS[scheme.name]
     does = f"quantizes to {words} at loading" if online else f"loads experts in {words} of the quantization {method}"
     remedy = f"Serve it with vLLM {first} or newer{', or say mxfp8' * online}"
     raise DeploymentError(f"vLLM {does} from {first} on", remedy, where)

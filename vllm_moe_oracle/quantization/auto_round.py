@@ -50,7 +50,8 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
             words += f" with inputs of {inputs} bits"
         if packing := read_string(config, "packing_format", where):
             words += f" packed as {packing}"
-        unsupported = UnsupportedFormat(shortened(words))
+        low = kind == "int" and not (isinstance(inputs, int) and inputs < 16)
+        unsupported = UnsupportedFormat(shortened(words), min_versions.AUTO_ROUND_LOW_BITS if low else "")
         return lambda layer: unsupported
     entries = config.get("extra_config") or {}
     if not isinstance(entries, Mapping) or not all(isinstance(entry, Mapping) for entry in entries.values()):
@@ -73,6 +74,8 @@ def _entry_format(config: Mapping[str, Any], where: str) -> Callable[[Mapping[st
         if width >= 16:
             return None
         if integers:
+            if width not in (4, 8):
+                return UnsupportedFormat(f"auto-round int of {width} bits", min_versions.AUTO_ROUND_LOW_BITS)
             group = read_integer(fields, "group_size", where, default=128)
             zero_points = not read_boolean(fields, "sym", where, default=True)
             return Scheme("wna16", width, group, str(packing), zero_points)

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..core.patterns import MatchBudget, PatternList
 from ..core.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DeploymentError
+from ..releases import min_versions
 from .fields import (
     read_boolean,
     read_config_groups,
@@ -310,10 +311,30 @@ def group_format(group: Mapping[str, Any], common_layout: object, where: str) ->
     if integers and weight_only and args.layout in COMPRESSED_PACKINGS:
         return _integer_format(args, weights.get("actorder"), where)
     words = f"{args.layout or 'compressed-tensors'} {args.bits}-bit {args.type} strategy {args.strategy}"
+    if weight_only and args.type == "int" and args.strategy in ("group", "channel"):
+        return UnsupportedFormat(shortened(words), _first_release_of_width(args, where))
     if inputs is not None:
         kind, bits, strategy, _ = _declared_args(inputs)
         words += f" with inputs in {short_repr(bits)}-bit {kind} strategy {strategy}"
     return UnsupportedFormat(shortened(words))
+
+
+_PACKED = "pack-quantized"
+_WIDTHS = range(2, 9)
+"""Widths of integers for which vLLM has a type, from `min_versions.COMPRESSED_LOW_BITS` on."""
+
+
+def _first_release_of_width(args: _WeightArgs, where: str) -> str:
+    """The first release of vLLM that has experts in integers of another width than 4 and 8 bits.
+
+    Raises:
+        DeploymentError: none has them so.
+    """
+    if args.layout != _PACKED or args.bits not in _WIDTHS:
+        rule = f"experts in {args.bits}-bit integers in the format {args.layout or 'of no name'}: vLLM refuses them"
+        remedy = f"Quantize again with {_WIDTHS[0]} to {_WIDTHS[-1]} bits in the format {_PACKED}"
+        raise DeploymentError(rule, remedy, where)
+    return min_versions.COMPRESSED_LOW_BITS if args.symmetric else min_versions.COMPRESSED_LOW_BITS_ZERO_POINTS
 
 
 def _check_args(part: Mapping[str, Any], where: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core.patterns import MatchBudget, NameParts, PatternList
 from ..core.problem import ActOrder, Scheme
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DeploymentError
 from .fields import read_boolean, read_integer, read_names, read_string, short_repr
 from .single_experts import ExpertEntries, same_for_all
 from .types import (
@@ -24,6 +24,9 @@ from .types import (
     shared_format,
 )
 
+SUPPORTED_BITS = (4, 8)
+"""Widths for which vLLM has a type of GPTQ's codes, in every supported release."""
+
 
 def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """``dynamic`` overrides the format of modules by regular expression; ``-:`` before an expression excludes them.
@@ -34,7 +37,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     expressions = PatternList([expression for expression, _ in rules], budget)
     quantized = read_names(config, ("modules_in_block_to_quantize",), where)
     parts = NameParts(quantized, budget)
-    scheme, usual = gptq_scheme(config, where), dict(config)
+    scheme, usual = _expert_scheme(config, where), dict(config)
     said: dict[str, str] = {}
     for expression, override in rules:
         said.setdefault(expression, repr(override))
@@ -51,7 +54,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
             if found is None:
                 return UNLISTED
             override = rules[found][1]
-            return None if override is None else gptq_scheme(ChainMap(dict(override), usual), where)
+            return None if override is None else _expert_scheme(ChainMap(dict(override), usual), where)
 
         def expert_format(expert: int) -> ExpertFormat:
             listed = not quantized or layer.matches(parts.any_within, expert)
@@ -60,6 +63,19 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
         return same_for_all(layer, expert_format, singles, where)
 
     return lookup
+
+
+def _expert_scheme(config: Mapping[str, Any], where: str) -> Scheme:
+    """The scheme of experts; see `gptq_scheme`.
+
+    Raises:
+        DeploymentError: vLLM's class for GPTQ refuses the width, in every supported release.
+    """
+    scheme = gptq_scheme(config, where)
+    if scheme.bits not in SUPPORTED_BITS:
+        rule = f"bits is {scheme.bits}; vLLM's classes for GPTQ refuse any width but 4 and 8 bits"
+        raise DeploymentError(rule, "Quantize again with 4 or 8 bits", where)
+    return scheme
 
 
 def _dynamic_rules(config: Mapping[str, Any], where: str) -> list[tuple[str, Mapping[str, Any] | None]]:
@@ -101,7 +117,7 @@ def refused_linear(config: Mapping[str, Any], where: str) -> str:
 
 def refused_linear_scheme(scheme: Scheme) -> str:
     """Why vLLM refuses a linear layer in GPTQ's packing; "" where it does not."""
-    if scheme.bits in (4, 8) and not scheme.zero_points:  # `AutoGPTQConfig.TYPE_MAP` in every supported release
+    if scheme.bits in SUPPORTED_BITS and not scheme.zero_points:  # `AutoGPTQConfig.TYPE_MAP` in every supported release
         return ""
     found = f"bits {scheme.bits} and sym {str(not scheme.zero_points).lower()}"
     return f"vLLM's linear layers of GPTQ take 4- and 8-bit codes with sym true, the config says {found}"

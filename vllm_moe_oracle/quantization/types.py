@@ -33,9 +33,11 @@ class UnsupportedFormat:
 
     Attributes:
         format: its name, as the checkpoint writes it.
+        first_release: the first release of vLLM that loads experts in it; "" for every supported one.
     """
 
     format: str
+    first_release: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,22 @@ OLDEST_RELEASE = RELEASES[0]
 AUTO_AWQ = "0.24.0"
 """vLLM has ``auto_awq`` as a name of a quantization."""
 
+AUTO_ROUND_LOW_BITS = "0.30.0"
+"""vLLM's INC config gives experts in integers of 2, 3, 5, 6 and 7 bits to Humming on NVIDIA GPUs. Before, it takes 2
+and 3 bits for linear layers alone."""
+
 AUTO_ROUND_MXFP4 = "0.27.1"
 """vLLM's INC config reads experts in MXFP4."""
 
 AUTO_ROUND_MXFP8 = "0.29.0"
 """vLLM's INC config reads experts in MXFP8. From 0.27.1 on it has MXFP8 for linear layers alone."""
+
+COMPRESSED_LOW_BITS = "0.29.0"
+"""vLLM's class for integers of compressed-tensors has experts of 2 to 8 bits, with Humming on NVIDIA GPUs. Before, it
+takes 4 and 8."""
+
+COMPRESSED_LOW_BITS_ZERO_POINTS = "0.31.0"
+"""The same with zero points."""
 
 CPU_INT4_ROUTED_IDS = "0.30.0"
 """The class for int4 experts on CPUs takes routed ids. Before, it routes tokens itself."""
