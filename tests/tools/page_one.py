@@ -114,7 +114,7 @@ def help_table() -> str:
     lines: list[list[str]] = []
     # What decides first, and the machine that decides nothing by times last.
     order = ("measured", "predicted", "static")
-    first = {cells: next((n for n, word in enumerate(order) if word in cells[0]), len(order)) for cells in rows}
+    first = {cells: next(n for n, word in enumerate(order) if word in cells[0]) for cells in rows}
     for cells, names in sorted(rows.items(), key=lambda row: (first[row[0]], "CPU" in row[1])):
         lines.append([_short_names(names), *cells])
     lines.append(["ROCm, XPU", *["stands down"] * len(HELP_FORMATS)])
@@ -162,5 +162,5 @@ def _model_of(layer: Problem) -> str:
 
 def _short_names(names: list[str]) -> str:
     """Product names without the maker's, and without sizes and sockets."""
-    cut = [re.sub(r"NVIDIA |GeForce |-SXM4.*| SXM6.*| 480GB.*", "", name) for name in names]
-    return ", ".join(sorted(cut))
+    cut = [re.sub(r"NVIDIA |GeForce |-SXM4.*| SXM6.*| 80GB.*| 480GB.*| 144G .*", "", name) for name in names]
+    return ", ".join(sorted({*cut}))
