@@ -374,7 +374,10 @@ def test_tensors_of_another_type_or_shape_are_refused(packing: str) -> None:
     assert f"the checkpoint stores it as int64, the packing {packing} as int32" in words
     assert f"w13_{codes}, expert 1, w3" in words
     words = refused(contents, replaced(scales, lambda tensor: tensor.to(torch.int32)))
-    assert f"the checkpoint stores it as int32, the packing {packing} as bfloat16" in words
+    floats = f"the packing {packing} as bfloat16, float16 or float32"
+    assert f"the checkpoint stores it as int32, {floats}. The checkpoint is not in the format" in words
+    words = refused(contents, replaced(scales, lambda tensor: tensor.to(torch.float64)))
+    assert f"the checkpoint stores it as float64, {floats}. Convert it to one of these" in words
     wrong = contents.files()[1, "w3", codes].T
     words = refused(contents, replaced(codes, lambda tensor: tensor.T.contiguous()))
     assert f"an expert's tensor has shape {list(wrong.shape)}, expected {list(wrong.T.shape)}" in words

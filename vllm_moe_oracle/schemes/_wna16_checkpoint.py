@@ -89,9 +89,13 @@ def check_checkpoint_tensor(
     else:
         dtypes = (PACKINGS[packing].word_dtype,)
     if tensor.dtype not in dtypes:
-        expected = dtype_name(dtypes[0])
+        *others, last = map(dtype_name, dtypes)
+        expected = f"{', '.join(others)} or {last}" if others else last
         rule = f"the checkpoint stores it as {dtype_name(tensor.dtype)}, the packing {packing} as {expected}"
-        raise CheckpointError(rule, "The checkpoint is not in the format that its config names", where)
+        remedy = "The checkpoint is not in the format that its config names"
+        if tensor.is_floating_point() and last == "float32":
+            remedy = "Convert it to one of these"
+        raise CheckpointError(rule, remedy, where)
     shape = checkpoint_shape(suffix, shard, problem, packing)
     if tuple(tensor.shape) != shape:
         rule = f"an expert's tensor has shape {list(tensor.shape)}, expected {list(shape)}"
