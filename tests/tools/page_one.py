@@ -122,8 +122,8 @@ def help_table() -> str:
         "*Measured*: layers of the recipes are chosen by times on this GPU, and the figure is their mean gain over",
         "stock; most other shards, expert parallelism and zero points are predicted. *Predicted*: chosen by a latency",
         "model that is fitted to an H200 and an H100; other cards were not compared. *Static*: vLLM's own kernels in",
-        "vLLM's order, checked, without a gain until a server's first start measures; with FlashInfer, 16-bit models",
-        "under `--quantization mxfp4` are static, too. On a CPU experts run",
+        "vLLM's order, checked, without a gain until a server's first start measures; with FlashInfer, gated MXFP4",
+        "by Quark or `--quantization mxfp4` is static, too. On a CPU experts run",
         "[0.8 to 1.2 times as fast as in 16 bits](vllm_moe_oracle/ACCURACY.md#speed), in the same memory.",
         "*Stands down*: the plugin does nothing. *Not*: such layers are stock vLLM's, or nothing runs them.",
     )

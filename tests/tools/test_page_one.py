@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.tools import page_one, recipes, serving_tables
-from vllm_moe_oracle.measurements import profile
+from vllm_moe_oracle.devices.catalog import known_device
+from vllm_moe_oracle.measurements import model_shapes, profile
+from vllm_moe_oracle.measurements.lookup import find_measurements
+from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.releases.supported import NEWEST
+from vllm_moe_oracle.settings import load
 
 
 def served(folder: Path, model: str, verdict: str = "better") -> Path:
@@ -74,6 +78,20 @@ def test_a_second_gpu_appears(monkeypatch: pytest.MonkeyPatch) -> None:
     text = page_one.gain()
     assert "No other GPU has been measured" in before and "No other GPU" not in text
     assert f"\n| NVIDIA H100, vLLM {NEWEST} | **" in text
+
+
+@pytest.mark.parametrize("device", ["nvidia-h200", "nvidia-h100"])
+def test_what_flashinfer_leaves_without_times(device: str) -> None:
+    """vLLM's list for these packings begins with FlashInfer's kernel, which was timed for gpt-oss's layers alone."""
+    machine, chosen = known_device(device), load({}, assignments={"cache": str(Path(__file__).parent / "no cache")})
+    others = {name: version for name, version in machine.packages.items() if not name.startswith("flashinfer")}
+    layer = next(each for each in model_shapes.served_problems() if each.layer == "mxfp4:qwen3-30b-a3b")
+    for packing, static in (("compressed-tensors", False), ("auto-round", False), ("quark", True), ("online", True)):
+        scheme = dataclasses.replace(layer.scheme, packing=packing, activations="mxfp4")
+        problem = dataclasses.replace(layer, scheme=scheme)
+        for each, expected in ((machine, static), (dataclasses.replace(machine, packages=others), False)):
+            measured = find_measurements(problem, each, chosen)
+            assert (decide(problem, each, chosen, measurements=measured).why == "static") is expected, packing
 
 
 def test_what_decides_is_what_the_oracle_says() -> None:
