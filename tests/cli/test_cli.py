@@ -645,11 +645,12 @@ def test_the_gain_over_stock_is_shown_where_it_is_known(
     assert "as fast as marlin_mxfp8, stock vLLM's kernel," in text
     unknown = run("explain", write(), "--device", "nvidia-h200", "--vllm", "0.23.0", "--brief").text
     assert "not known for vLLM 0.23.0" in unknown and "; the gain takes it for marlin_mxfp8" in unknown
+    assert "as fast as marlin_mxfp8, which stock vLLM is taken to run, for" in " ".join(unknown.split())
     assert gain("--device", "nvidia-a100") == ("none: this is stock vLLM's own kernel", None)
     # Neither measured nor predicted: a figure of other layers is not this one's.
-    for others in (("--device", "cpu"), ("--device", "nvidia-a100", "--backend", "emulation")):
-        text, found = gain(*others)
-        assert text.startswith("unknown: ") and found is None
+    text, found = gain("--device", "nvidia-a100", "--backend", "emulation")
+    assert text.startswith("unknown: ") and found is None
+    assert gain("--device", "cpu") == ("none: stock vLLM cannot run it", None)
     (lora,) = run("explain", write(), "--device", file, "--lora", "--json").json["groups"]
     assert lora["decision"] is not None and lora["gain_over_stock"] is None
     text, _ = gain("--device", file, "--ep", "--tp", "2", "--eplb")

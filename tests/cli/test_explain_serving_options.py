@@ -137,7 +137,7 @@ def test_models_left_to_stock_are_refused_as_far_as_vllm_refuses_them(
 ) -> None:
     found = run("explain", write(quantization_config=None), *H200, *options, "--json")
     assert (found.status, any("would not start" in each for each in found.json["notes"])) == (status, status == 3)
-    dense = run("explain", write(quantization_config=None, num_experts=None), *H200, *options, "--json")
+    dense = run("explain", write(quantization_config=None, num_experts=0), *H200, *options, "--json")
     assert (dense.status, any("would not start" in each for each in dense.json["notes"])) == (0, False)
 
 

@@ -124,7 +124,7 @@ def _new_group(layer: ServedLayer, server: Server, measure: str, method: str) ->
     stock = found.stock or assume_stock(chosen, server.device, default_registry())
     return dataclasses.replace(
         found,
-        gain=stock_gain(chosen, server.device, stock, server.settings.objective),
+        gain=stock_gain(chosen, server.device, stock, server.settings.objective, is_assumed=found.stock is None),
         runs_stock_kernel=chosen.backend == stock.backend and not chosen.token_ranges,
         measure=measure if chosen.tunable else "",
     )

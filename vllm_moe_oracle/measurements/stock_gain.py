@@ -6,6 +6,7 @@ Nothing is chosen by these figures. Where neither is known, nothing is said: ano
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -57,7 +58,9 @@ class StockGain:
         return f"{words}, by {self.source}"
 
 
-def stock_gain(decision: Decision, device: Device, stock: StockChoice, objective: str) -> StockGain | None:
+def stock_gain(
+    decision: Decision, device: Device, stock: StockChoice, objective: str, is_assumed: bool = False
+) -> StockGain | None:
     """The gain of a decided layer over stock vLLM; None where neither shipped nor predicted times tell it.
 
     Args:
@@ -65,7 +68,15 @@ def stock_gain(decision: Decision, device: Device, stock: StockChoice, objective
         device: the machine.
         stock: what stock vLLM does with the layer there.
         objective: the setting of that name.
+        is_assumed: that is not known, but assumed.
     """
+    found = _gain(decision, device, stock, objective)
+    if found is None or not is_assumed:
+        return found
+    return dataclasses.replace(found, stock=f"{stock.backend}, which stock vLLM is taken to run,")
+
+
+def _gain(decision: Decision, device: Device, stock: StockChoice, objective: str) -> StockGain | None:
     problem = decision.problem
     if not_timed(problem) or stock.refusal:
         return None
@@ -75,10 +86,10 @@ def stock_gain(decision: Decision, device: Device, stock: StockChoice, objective
         # Stock vLLM runs another kernel for another packing of the same shape.
         timed = found.stock_classes(shape).get(STOCK_DEFAULT, "")
         if (not stock.stock_class or timed in ("", stock.stock_class)) and (
-            gain := _measured(found, shape, decision, counts, stock)
+            gain := _measured(found, shape, decision, counts)
         ):
             return gain
-    return _over_stock_kernel(decision, stock, counts)
+    return _over_stock_kernel(decision, stock.backend, counts)
 
 
 def not_timed(problem: Problem) -> str:
@@ -90,9 +101,7 @@ def not_timed(problem: Problem) -> str:
     return "a batched all-to-all" if problem.parallel.is_batched else ""
 
 
-def _measured(
-    found: profile.Profile, shape: KernelShape, decision: Decision, objective: Objective, stock_choice: StockChoice
-) -> StockGain | None:
+def _measured(found: profile.Profile, shape: KernelShape, decision: Decision, objective: Objective) -> StockGain | None:
     times: dict[str, dict[int, float]] = {}
     for sample in found.samples(shape):
         if not sample.failure and sample.routing == "uniform":
@@ -102,14 +111,13 @@ def _measured(
     speedup = _mean_speedup(stock, own, objective)
     if speedup is None:
         return None
-    name = found.stock_classes(shape).get(STOCK_DEFAULT) or "own layer"
     weighted = [count for count in own if objective.weights[0][0] <= count <= objective.largest]
     ratios = sorted((stock[count] / own[count], count) for count in weighted)
     return StockGain(
         "measured",
         speedup,
         str(objective),
-        f"{name}, which stock vLLM is taken to run," if stock_choice.assumed else f"stock vLLM's {name}",
+        f"stock vLLM's {found.stock_classes(shape).get(STOCK_DEFAULT) or 'own layer'}",
         f"the shipped times ({found.environment})",
         slowest=ratios[0][::-1] if ratios else None,
         fastest=ratios[-1][::-1] if ratios else None,
@@ -138,7 +146,7 @@ def _mean_speedup(stock: Mapping[int, float], own: Mapping[int, float], objectiv
     return math.exp(slower - faster)
 
 
-def _over_stock_kernel(decision: Decision, stock_choice: StockChoice, objective: Objective) -> StockGain | None:
+def _over_stock_kernel(decision: Decision, stock: str, objective: Objective) -> StockGain | None:
     """The gain over stock's kernel by the times of the decision, where it is another one and was compared.
 
     The error of a predicted gain over another kernel than the comparison's base is that of two independent times.
@@ -147,8 +155,7 @@ def _over_stock_kernel(decision: Decision, stock_choice: StockChoice, objective:
     if decision.why not in ("measured", "predicted") or outcome is None:
         return None
     kind: Literal["measured", "predicted"] = "measured" if decision.why == "measured" else "predicted"
-    stock = stock_choice.backend
-    words = f"{stock}, which stock vLLM is taken to run," if stock_choice.assumed else f"{stock}, stock vLLM's kernel,"
+    words = f"{stock}, stock vLLM's kernel,"
     if stock == outcome.comparison_base:
         if not outcome.time_saved:
             return None

@@ -44,13 +44,11 @@ class StockChoice:
         stock_class: the name of vLLM's expert class; "" where it takes none.
         backend: the backend here that wraps the class; "" where none does.
         refusal: the error with which stock vLLM ends; "" where it takes a class.
-        assumed: the rules do not reach the layer, and the class is the first that accepts it (`assume_stock`).
     """
 
     stock_class: str = ""
     backend: str = ""
     refusal: str = ""
-    assumed: bool = False
 
     def __str__(self) -> str:
         if self.refusal:
@@ -110,7 +108,7 @@ def assume_stock(decision: Decision, device: Device, registry: Registry) -> Stoc
     name = next((each.backend for each in wrappers if each.accepted), "")
     if not name or decision.problem.ragged_intermediate_size:
         return StockChoice()
-    return StockChoice(registry[name].stock_class.rpartition(":")[2], name, assumed=True)
+    return StockChoice(registry[name].stock_class.rpartition(":")[2], name)
 
 
 def _evenly_sharded(problem: Problem) -> Problem:
