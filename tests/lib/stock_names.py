@@ -93,6 +93,7 @@ OPTIONAL_ATTRIBUTES = {
     "params_dtype": (("0.22", _NEWEST),),
     "target_modules": (("0.22", _NEWEST),),
     "use_grouped_topk": (("0.22", _NEWEST),),
+    "e_score_correction_bias": (("0.22", _NEWEST),),
     "ckpt_down_proj_name": (("0.25", _NEWEST),),
     "requantization_source": (("0.33", _NEWEST),),
     "requantization_source_parameters": (("0.33", _NEWEST),),

@@ -13,12 +13,14 @@ from vllm_moe_oracle.methods import load_caches
 FOLDER = Path(methods.__file__).parent
 
 LONGER = {
+    "correction_bias._watched": "ends with each layer",
     "first_start._start": "a server's start, with all models that it loads",
     "gptq._reject_act_order": "vLLM's function",
     "load_caches._caches": "the registry",
     "load_caches._kept_for_reload": "the registry",
     "load_summary._model": "reloads are of the same model; another one begins anew",
     "measure_hook._measure": "of the process",
+    "weight_loading._brought": "ends with each tensor",
     "weight_loading._filled": "ends with each tensor",
     "weight_loading._loaded_places": "ends with each tensor",
 }

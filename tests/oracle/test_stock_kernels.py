@@ -137,6 +137,7 @@ def test_stock_pads_the_shards_of_mxfp4_alone() -> None:
     ("packing", "activations", "capability", "is_left"),
     [
         ("compressed-tensors", "16bit", 100, True), ("compressed-tensors", "mxfp4", 103, True),
+        ("auto-round", "mxfp4", 100, True), ("auto-round", "mxfp4", 90, False),
         ("compressed-tensors", "16bit", 90, False), ("compressed-tensors", "16bit", 120, False),
         ("quark", "mxfp4", 100, True), ("quark", "16bit", 100, False), ("mxfp4", "16bit", 100, False),
     ],

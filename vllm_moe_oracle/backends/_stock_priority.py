@@ -66,7 +66,7 @@ def class_without_wrapper(problem: Problem, device: Device) -> str:
     if scheme.name != "mxfp4" or problem.parallel.is_batched or device.kind != "cuda":
         return ""
     has_cutlass = 100 <= (device.capability or 0) < 120
-    if scheme.packing == "compressed-tensors" and has_cutlass:
+    if scheme.packing in _MARLIN_PACKINGS and has_cutlass:
         return CUTLASS_MXFP4
     plain = problem.activation.name == "silu" and problem.activation.gated and problem.activation.limit is None
     plain = plain and not (problem.has_bias or problem.lora or problem.eplb)  # what these classes might not have
