@@ -143,7 +143,10 @@ UNKNOWN = {"model_type": "other_moe"}
         ),
         ({"quantization_config": {"quant_method": 8}}, "quant_method is 8, not a word"),
         ({"quantization_config": {"quant_method": "modelopt"}}, "there is no quant_algo"),
-        ({"quantization_config": MODELOPT | {"quant_algo": "MXFP7"}}, "unknown quant_algo 'MXFP7': vLLM refuses it. Quantize to one"),
+        (
+            {"quantization_config": MODELOPT | {"quant_algo": "MXFP7"}},
+            "unknown quant_algo 'MXFP7': vLLM refuses it. Quantize to one",
+        ),
         ({"quantization_config": MODELOPT | {"ignore": "lm_head"}}, "ignore is 'lm_head', not a list of names"),
         ({"quantization_config": MODELOPT | {"ignore": [1]}}, r"ignore is \[1\], not a list of names"),
         ({"quantization_config": {"quant_method": "quark", "exclude": ["re:("]}}, "is not a regular expression"),
