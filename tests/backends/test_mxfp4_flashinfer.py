@@ -268,19 +268,12 @@ def test_deep_gemm_with_float32_scales_is_an_error(monkeypatch: pytest.MonkeyPat
     [
         ("gpt_oss", GPT_OSS, "trtllm_mxfp4_monolithic"), ("quark", GPT_OSS, "trtllm_mxfp4_monolithic"),
         ("online", SILU, "trtllm_mxfp4_monolithic"), ("mxfp4", SILU, "marlin_mxfp4"),
+        ("compressed-tensors", SILU, "marlin_mxfp4"), ("auto-round", SILU, "marlin_mxfp4"),
     ],
 )  # fmt: skip
 def test_stock_has_two_lists_and_a_few_classes_without_one(packing: str, activation: Any, first: str) -> None:
     layer = usual("trtllm_mxfp4", scheme=Scheme("mxfp4", 4, 32, packing), activation=activation)
     assert decide(layer, gpu(100), Settings()).backend == first
-
-
-@pytest.mark.parametrize("packing", ["compressed-tensors", "auto-round"])
-def test_stock_constructs_marlin_for_some_packings_or_another_class(packing: str) -> None:
-    layer = usual("trtllm_mxfp4", scheme=Scheme("mxfp4", 4, 32, packing), activation=SILU)
-    assert decide(layer, gpu(120), Settings()).backend == "marlin_mxfp4"
-    with pytest.raises(NoBackendError, match="CutlassExpertsMxfp4"):
-        decide(layer, gpu(100), Settings())
 
 
 @pytest.mark.parametrize("packing", ["gpt_oss", "mxfp4"])

@@ -136,7 +136,7 @@ def test_stock_pads_the_shards_of_mxfp4_alone() -> None:
 @pytest.mark.parametrize(
     ("packing", "activations", "capability", "is_left"),
     [
-        ("compressed-tensors", "16bit", 100, True), ("compressed-tensors", "mxfp4", 103, True),
+        ("compressed-tensors", "16bit", 100, False), ("compressed-tensors", "mxfp4", 103, True),
         ("auto-round", "mxfp4", 100, True), ("auto-round", "mxfp4", 90, False),
         ("compressed-tensors", "16bit", 90, False), ("compressed-tensors", "16bit", 120, False),
         ("quark", "mxfp4", 100, True), ("quark", "16bit", 100, False), ("mxfp4", "16bit", 100, False),
@@ -157,3 +157,21 @@ def test_four_bits_on_both_sides_are_left_to_stocks_kernel(
     assert found is not None and found.name == "CutlassExpertsMxfp4" and "no backend wraps" in found.why
     named = decide(layer, device, Settings(backend="marlin_mxfp4", allow_activation_quantization=True))
     assert (named.backend, named.why) == ("marlin_mxfp4", "user")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"intermediate_size": 192}, {"hidden_size": 2080}, {"lora": True}, {"eplb": True}, {"has_bias": True},
+        {"batch_invariant": True},
+        {"parallel": Parallel(dp=2, ep=2)}, {"activation": dataclasses.replace(SILU, limit=7.0)}, {"release": "0.22.1"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_stocks_kernel_cannot_load_is_not_left_to_it(change: dict[str, Any]) -> None:
+    """Its method asks the GPU alone, and the load ends later."""
+    release = change.pop("release", NEWEST)
+    layer = problem(scheme=Scheme("mxfp4", 4, 32, "compressed-tensors", activations="mxfp4"), **change)
+    device = dataclasses.replace(device_of(100), packages=device_of(100).packages | {"vllm": release})
+    candidates = evaluate_candidates(layer, device, Settings())
+    assert not [each for each in candidates if each.accepted and "Cutlass" in each.answers.only_by_name]

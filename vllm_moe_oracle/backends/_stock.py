@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ..core.decision import ShardPlan
 from ..core.problem import Device, Problem
 from ._contract import Backend, Builder, Tensors
-from ._stock_priority import CUTLASS_MXFP4, class_without_wrapper
+from ._stock_priority import CUTLASS_MXFP4, runs_declared_mxfp4
 
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts"
 """The package of vLLM's expert classes."""
@@ -78,9 +78,9 @@ class StockBackend(Backend):
         return super().missing_attributes() + ["stock_kernel"] * (not hasattr(self, "stock_kernel"))
 
     def only_by_name(self, problem: Problem, device: Device) -> str:
-        """Where stock takes a kernel for 4 bits on both sides, which has no wrapper: nothing shows that this one is as
-        fast."""
-        if class_without_wrapper(problem, device) != CUTLASS_MXFP4:
+        """Where the checkpoint declares 4 bits on both sides, and stock has a kernel for that, which has no wrapper:
+        nothing shows that this one is as fast."""
+        if not runs_declared_mxfp4(problem, device):
             return ""
         return f"stock vLLM runs {CUTLASS_MXFP4} here, MXFP4 by MXFP4, and no backend wraps it"
 

@@ -55,6 +55,9 @@ def marlin_mxfp4_priority(position: float, problem: Problem, device: Device) -> 
 CUTLASS_MXFP4 = "CutlassExpertsMxfp4"
 """vLLM's class for MXFP4 on both sides, on compute capabilities from 10.0 to below 12.0. No backend here wraps it."""
 
+_CUTLASS_MULTIPLE = 128
+"""Of both sizes: vLLM's method pads no scales, and fails to load other shards."""
+
 EMULATED_MXFP4 = "OCP_MXQuantizationEmulationTritonExperts"
 """vLLM's emulation of activations in MXFP4."""
 
@@ -74,3 +77,19 @@ def class_without_wrapper(problem: Problem, device: Device) -> str:
         listed = has_cutlass and min_versions.vllm_at_least_on(device, min_versions.CUTLASS_MXFP4_LISTED)
         return CUTLASS_MXFP4 if listed else EMULATED_MXFP4
     return ""
+
+
+def runs_declared_mxfp4(problem: Problem, device: Device) -> bool:
+    """Whether stock multiplies MXFP4 by MXFP4 where the checkpoint declares both, in a layer that its class can load.
+
+    The class has neither LoRA nor EPLB, takes no exchanged tokens, and was not proven batch-invariant; other layers of
+    the kind stay with kernels that leave activations in 16 bits.
+    """
+    wants_more = problem.lora or problem.eplb or problem.has_bias or problem.batch_invariant
+    plain = not wants_more and problem.parallel.dp == 1
+    whole = problem.hidden_size % _CUTLASS_MULTIPLE == 0 == problem.intermediate_size % _CUTLASS_MULTIPLE
+    gated_silu = problem.activation.name == "silu" and problem.activation.gated and problem.activation.limit is None
+    known = min_versions.vllm_at_least_on(device, min_versions.STOCK_RULES_MXFP4)
+    declared = problem.scheme.activations == "mxfp4" and not problem.ragged_intermediate_size
+    is_cutlass = class_without_wrapper(problem, device) == CUTLASS_MXFP4
+    return declared and known and plain and whole and gated_silu and is_cutlass

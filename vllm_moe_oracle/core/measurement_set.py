@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 Latencies = Mapping[str, Mapping[int, float]]
@@ -26,8 +26,8 @@ class MeasurementSet:
             pair that is not named the errors of both are independent.
         filled: predicted times of backends at the few numbers of tokens at which they were not measured, as in `times`.
         cell_errors: standard deviations of the logarithm of a single predicted time, by backend.
-        silent_seconds: how long backends were waited for that did not return, by name. They are among `failures`, but
-            for those that may only compile slowly.
+        silent_seconds: how long backends were waited for that did not return, by name; they are among `failures`.
+        slow: of these, the ones that may only compile slowly.
     """
 
     times: Mapping[str, Latencies] = field(default_factory=dict)
@@ -40,6 +40,7 @@ class MeasurementSet:
     filled: Mapping[str, Latencies] = field(default_factory=dict)
     cell_errors: Mapping[str, float] = field(default_factory=dict)
     silent_seconds: Mapping[str, float] = field(default_factory=dict)
+    slow: Set[str] = frozenset()
 
     def ratio_error(self, one: str, other: str) -> float:
         """Standard deviation of the logarithm of the ratio of two backends' times; 0 where both were measured."""

@@ -166,9 +166,9 @@ def needs_longer(waited: float, seconds: float) -> bool:
 
 
 def may_be_slow(waited: float, measure_at_start: float) -> bool:
-    """Whether a backend did not return, and has not failed: it had less time than a start's second attempt gives it,
-    with that setting or with its default. With a shorter one, or with 0, no start would ever give it more."""
-    return needs_longer(waited, silence_limits(max(measure_at_start, Settings().measure_at_start))[-1])
+    """Whether a backend did not return, and has not failed: it had less time than a start's second attempt gives it. If
+    starts measure nothing, that of the setting's default counts."""
+    return needs_longer(waited, silence_limits(measure_at_start or Settings().measure_at_start)[-1])
 
 
 def _read_conditions(line: bytes, where: str) -> _Conditions:

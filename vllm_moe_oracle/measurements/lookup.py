@@ -103,7 +103,7 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
             remarks.append(sanitize(f"{name} is not used: {error}"))
     accepted = [each.backend for each in judged if each.accepted and each.backend not in earlier.failures]
     predicted = dataclasses.replace(
-        predicted_here(accepted), failures=earlier.failures, silent_seconds=earlier.silent_seconds
+        predicted_here(accepted), failures=earlier.failures, silent_seconds=earlier.silent_seconds, slow=earlier.slow
     )
     if predicted.times and not _why_undecided(predicted, judged, settings):
         return dataclasses.replace(predicted, remarks=(*remarks, *predicted.remarks))
@@ -141,8 +141,7 @@ def _usable_here(
         tiles = {}
         said.append("measured tile configurations are ignored: other kernel sources or another Triton")
     silent = {name: seconds for name, seconds in measured.silent_seconds.items() if name not in outdated}
-    slow = [name for name in found if may_be_slow(silent.get(name, 0.0), settings.measure_at_start)]
-    said += [f"{name} has no times: {found.pop(name)}, and it may only compile slowly" for name in slow]
+    slow = {name for name in found if may_be_slow(silent.get(name, 0.0), settings.measure_at_start)}
     return MeasurementSet(
         times,
         measured.source,
@@ -151,6 +150,7 @@ def _usable_here(
         tiles,
         errors,
         silent_seconds={**earlier.silent_seconds, **silent},
+        slow=earlier.slow - set(found) | slow,
     )
 
 

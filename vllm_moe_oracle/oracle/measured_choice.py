@@ -162,11 +162,13 @@ def choose_fastest(
         return MeasuredChoice(static, "; ".join(measurements.remarks))
     found = _comparable(measurements, accepted, objective)
     undecided = f"measurements of {measurements.source} are not sufficient"
-    static_is_unmeasured = static in found.missing and static not in measurements.failures
+    has_failed = static in measurements.failures and static not in measurements.slow
+    static_is_unmeasured = static in found.missing and not has_failed
     if static in found.unknown or static_is_unmeasured or not found.curves:
         # Without the static choice's times nothing can be compared: the measured backends may all be slower. One that
-        # failed when it was measured is passed over all the same, unless all did.
-        first = next((name for name in accepted if name not in measurements.failures), static)
+        # failed when it was measured is passed over all the same, unless all did, or it may only compile slowly.
+        others = (name for name in accepted if name not in measurements.failures)
+        first = next(others, static) if has_failed else static
         return MeasuredChoice(first, f"{undecided}: {'; '.join(found.remarks)}")
     base = next(iter(found.curves))
     if len(found.curves) == 1 and base == static:
@@ -248,7 +250,10 @@ def required_saving(min_time_saving: float, ratio_error: float) -> float:
 
 def _comparable(measurements: MeasurementSet, accepted: Sequence[str], objective: Objective) -> _Comparison:
     curves: dict[str, LatencyCurve] = {}
-    missing = {name: reason for name, reason in measurements.failures.items() if name in accepted}
+    slowly = {name: ", and it may only compile slowly" for name in measurements.slow}
+    missing = {
+        name: f"{reason}{slowly.get(name, '')}" for name, reason in measurements.failures.items() if name in accepted
+    }
     for name in accepted:
         if name in missing or name not in measurements.times:
             continue
