@@ -237,25 +237,18 @@ def _check_device(device: Device, inner: Mapping[str, Any], where: str) -> None:
         raise SettingError(rule, "Give the kind of device that it is", where)
 
 
-_MEMORY_MARGIN = 0.15
-"""How far a product's memory may be from the catalog's: a driver keeps some of it, ECC of GDDR6 takes a sixteenth, and
-NVIDIA's pages count 288 GB of a B300 of which 270 can be used."""
-
-
 def _check_product(device: Device, inner: Mapping[str, Any], where: str) -> None:
     """Refuses what neither the product of that name nor a variant of it has (``nvidia-a100-40gb`` of ``nvidia-a100``).
+    Memory is not compared: boards of one name have different memory (an RTX 4090 with 24 or 48 GB).
 
     Raises:
-        SettingError: kind, compute capability, number of multiprocessors or memory are of another product.
+        SettingError: kind, compute capability or number of multiprocessors are of another product.
     """
     own = _names()[_comparable(device.name)]
     variants = [spec for name, spec in catalog().items() if name == own or name.startswith(f"{own}-")]
-    for field in ("kind", "capability", "sm_count", "memory_gib"):
+    for field in ("kind", "capability", "sm_count"):
         given, known = getattr(device, field), [getattr(each, field) for each in variants]
-        fits = given in known
-        if field == "memory_gib":  # 0 for an unknown one
-            fits = not given or not all(known) or any(abs(given / each - 1) <= _MEMORY_MARGIN for each in known)
-        if field in inner and not fits:
+        if field in inner and given not in known:
             has = " or ".join(dict.fromkeys(map(str, known)))
             rule = f"not a device: {field} is {given}, and {variants[0].name} has {has}"
             raise SettingError(rule, "Give what the product has, or the name of the product that has this", where)
