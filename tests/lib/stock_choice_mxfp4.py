@@ -45,8 +45,8 @@ DIFFERENCES = {
         "is none of those here (vLLM's own over CUTLASS); the first that leaves them alone is taken"
     ),
     "no backend": (
-        "stock's kernel with activations in MXFP4 (vLLM's own over CUTLASS) is none of those here; where it can load the "
-        "layer, stock gets it (none), and elsewhere the first that leaves them in 16 bits is taken"
+        "stock's kernel with activations in MXFP4 (vLLM's own over CUTLASS) is none of those here; where it can load "
+        "the layer, stock gets it (none), and elsewhere the first that leaves them in 16 bits is taken"
     ),
     "emulated": (
         "stock emulates what no kernel does with activations in MXFP4; here the first kernel that leaves them in "
