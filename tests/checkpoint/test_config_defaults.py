@@ -50,6 +50,31 @@ def test_a_field_under_another_name_is_not_left_out(explain: Any) -> None:
     assert {each.num_experts for each in explain({**renamed, "num_local_experts": 64}).problems} == {64}
 
 
+@pytest.mark.parametrize(
+    ("kind", "stated", "first"),
+    [
+        ("ernie4_5_vl_moe", {"moe_layer_start_index": [3, 3], "moe_layer_end_index": [5, 5]}, 3),
+        ("ernie4_5_vl_moe", {}, 1),
+        ("glm4_moe", {"num_dense_layers": 4}, 4),
+        ("glm4_moe", {"moe_layer_start_index": 0}, 0),
+        ("sarvam_moe", {"num_dense_layers": 4}, 4),
+        ("sarvam_moe", {"moe_layer_start_index": 0}, 0),
+        ("deepseek_v3", {"moe_layer_freq": 1}, 3),
+        ("jamba", {"expert_layer_period": 3}, 1),
+    ],
+)
+def test_a_default_first_layer_yields_to_a_stated_one(kind: str, stated: Any, first: int, explain: Any) -> None:
+    """Defaults of fields that say something else stay."""
+    assert (
+        int(explain(quantized(model_type=kind, **stated)).problems[0].layer.split(".layers.")[1].split(".")[0]) == first
+    )
+
+
+def test_a_default_list_of_layers_is_read(explain: Any) -> None:
+    data = quantized(model_type="step3_text", num_hidden_layers=61)
+    assert [int(each.layer.split(".")[2]) for each in explain(data).problems] == list(range(4, 60))
+
+
 def found(data: dict[str, Any], folder: Path) -> object:
     """What `explain` reads; of an error its first words."""
     file = folder / "config.json"

@@ -149,6 +149,7 @@ def test_unlisted_mtp_layers_are_noted(explain: Any) -> None:
         ({"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 45}, list(range(3, 48))),
         ({"layers_block_type": ["mamba", "moe", "attention", "moe"] * 12}, list(range(1, 48, 2))),
         ({"moe_layers_enum": "4, 5,6"}, [4, 5, 6]),
+        ({"moe_layers_enum": [4, 5, 6]}, [4, 5, 6]),
         ({"is_moe_layer": [False] + [True] * 47}, list(range(1, 48))),
         ({"moe_layer_start_index": 1, "moe_layer_end_index": 4, "moe_layer_interval": 1}, [1, 2, 3, 4]),
         ({"expert_layer_period": 2, "expert_layer_offset": 1}, list(range(1, 48, 2))),

@@ -123,6 +123,7 @@ def test_numbers_of_values_are_limited_before_parsing(tmp_path: Path) -> None:
         {"moe_layer_freq": [1] * 5000},
         {"layers_block_type": ["x"] * 5000},
         {"moe_layers_enum": "1," * 20_000},
+        {"moe_layers_enum": [1] * 20_000},
         {"num_hidden_layers": 5000},
     ],
     ids=lambda changes: next(iter(changes)),

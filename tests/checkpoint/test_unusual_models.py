@@ -91,6 +91,27 @@ def test_experts_without_a_moe_layer_are_stock_vllms(tmp_path: Path, run: Run) -
     assert found.status == 3 and f"vLLM has ArcticForCausalLM until {last}" in found.err
 
 
+MINICPM: dict[str, Any] = {
+    "architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm", "hidden_size": 2304, "intermediate_size": 5760,
+    "num_hidden_layers": 40, "num_attention_heads": 36, "num_key_value_heads": 36, "num_experts": 8,
+    "num_experts_per_tok": 2, "hidden_act": "silu", "quantization_config": GPTQ,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["minicpm", "minicpm3", "moondream3", "moondream3_text", "nomic_bert"])
+def test_no_sizes_are_asked_of_experts_without_a_moe_layer(kind: str, tmp_path: Path) -> None:
+    config = {name: value for name, value in MINICPM.items() if name != "intermediate_size"}
+    with pytest.raises(LeftToStockError, match=f"vLLM's code of {kind} computes its experts itself"):
+        read(tmp_path, config | {"model_type": kind})
+
+
+@pytest.mark.parametrize("config", [MINICPM, MINICPM | {"num_experts": 0}], ids=["experts", "dense"])
+def test_minicpm_is_stock_vllms(config: dict[str, Any], tmp_path: Path, run: Run) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = run("explain", tmp_path, "--device", "h100")
+    assert found.status == 0 and "left to stock vLLM" in found.out
+
+
 @pytest.mark.parametrize("vllm", ["0.23.1", "0.24.0", "0.24.0+cpu", "v0.24.0", "0.24.1", "0.24.1rc2", "0.24.2.dev3"])
 def test_patch_releases_have_the_models_of_their_release(vllm: str) -> None:
     assert last_release_with(["x", 3, "Grok1ForCausalLM"], vllm) is None

@@ -11,6 +11,7 @@ from ..quantization.fields import short_repr
 from ..quantization.types import GATED_PROJECTIONS, NUMBERED_PROJECTION_MODELS, UNGATED_PROJECTIONS, LayerNames
 from ..releases.expert_names import projection_names
 from .files import CheckpointFiles
+from .missing_fields import FIRST_LAYER_FIELDS, states_first_layer
 from .model_fields import (
     ERNIE_VL_MODELS,
     MAX_EXPERTS,
@@ -99,7 +100,7 @@ def moe_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[tu
     return {(index, kind): _layer_names(config, index, vllm, kinds[kind][0]) for index, kind in places}
 
 
-_WITHOUT_MOE_LAYERS = frozenset({"arctic"})
+_WITHOUT_MOE_LAYERS = frozenset({"arctic", "minicpm", "minicpm3", "moondream3", "moondream3_text", "nomic_bert"})
 _MODEL_FIELDS = ("architectures", "model_type", *NUM_LAYERS_FIELDS)
 
 
@@ -159,11 +160,12 @@ def mtp_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[tu
     return {(index, 0): _layer_names(config, index, vllm) for index in indices}
 
 
-_LISTS_OF_LAYERS = ("mlp_layer_types", "is_moe_layer", "layers_block_type", "moe_layer_freq", "mlp_only_layers")
+_LISTS_OF_LAYERS = (
+    "mlp_layer_types", "is_moe_layer", "layers_block_type", "moe_layer_freq", "mlp_only_layers", "moe_layers_enum",
+)  # fmt: skip
 PLACE_FIELDS = (
-    *_LISTS_OF_LAYERS, "hybrid_override_pattern", "moe_layers_enum", "first_k_dense_replace", "num_dense_layers",
-    "moe_layer_start_index", "moe_layer_end_index", "decoder_sparse_step", "interleave_moe_layer_step",
-    "moe_layer_interval", "expert_layer_period", "expert_layer_offset",
+    *_LISTS_OF_LAYERS, "hybrid_override_pattern", *FIRST_LAYER_FIELDS, "moe_layer_end_index", "decoder_sparse_step",
+    "interleave_moe_layer_step", "moe_layer_interval", "expert_layer_period", "expert_layer_offset",
 )  # fmt: skip
 """Fields that say which layers have experts."""
 _CHARS_OF_AN_INDEX = 6  # with comma and space
@@ -208,7 +210,9 @@ def _listed_as_moe(model: Mapping[str, Any], index: int, is_mtp: bool) -> bool |
         return index < len(kinds) and kinds[index] == "moe"
     enumerated = model.get("moe_layers_enum")
     if isinstance(enumerated, str):
-        return str(index) in {part.strip() for part in enumerated.split(",")}
+        enumerated = [part.strip() for part in enumerated.split(",")]
+    if isinstance(enumerated, list):
+        return index in enumerated or str(index) in enumerated
     frequency = model.get("moe_layer_freq")
     if isinstance(frequency, list) and not (is_mtp and index >= len(frequency)):
         return index < len(frequency) and frequency[index] not in (0, False, None)
@@ -229,9 +233,8 @@ def _has_experts_by_interval(model: Mapping[str, Any], index: int, where: str) -
             return None
         return read_integer(model, (field,), where, MAX_LAYERS, least=0)
 
-    stated = number("first_k_dense_replace")
-    by_default = _FIRST_DENSE.get(str(model.get("model_type")), 0) if stated is None else stated
-    first = by_default or number("num_dense_layers") or number("moe_layer_start_index") or 0
+    by_default = 0 if states_first_layer(model) else _FIRST_DENSE.get(str(model.get("model_type")), 0)
+    first = next(filter(None, map(number, FIRST_LAYER_FIELDS)), by_default)
     last = number("moe_layer_end_index")
     if index < first or (last is not None and index > last):
         return False

@@ -7,6 +7,9 @@ from typing import Any
 
 from .config_defaults import DEFAULTS, OTHER_NAMES, SAME_AS
 
+FIRST_LAYER_FIELDS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+"""Fields that say which layer is the first with experts. A default of one holds only where a config states none."""
+
 
 def has_known_defaults(kind: str) -> bool:
     """Whether the defaults of a ``model_type`` are known."""
@@ -25,4 +28,11 @@ def with_defaults(model: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
         return model
     others = OTHER_NAMES.get(kind, {})
     stated = {others.get(name, name) for name in model}
+    if states_first_layer(model):
+        stated |= set(FIRST_LAYER_FIELDS)
     return {**{name: value for name, value in DEFAULTS[kind].items() if name not in stated}, **model}
+
+
+def states_first_layer(model: Mapping[str, Any]) -> bool:
+    """Whether a model's config says which layer is the first with experts."""
+    return any(model.get(name) is not None for name in FIRST_LAYER_FIELDS)
