@@ -19,7 +19,7 @@ from tests.lib import checkpoints, integer_checkpoints
 from tests.lib.integer_checkpoints import Integers
 from vllm_moe_oracle.checkpoint import tensor_headers
 from vllm_moe_oracle.checkpoint.files import read_checkpoint
-from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers, require_experts
+from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers, layers_without_experts
 from vllm_moe_oracle.cli.main import app
 from vllm_moe_oracle.errors import CheckpointError, DamagedCheckpointError
 
@@ -295,12 +295,9 @@ def test_layers_that_stock_vllm_serves_may_have_other_names(tmp_path: Path) -> N
 
 def test_a_server_refuses_the_same_layer_with_the_same_words(tmp_path: Path) -> None:
     folder = with_tensors(write_integers(tmp_path / "model"), drop_layer)
-    config = read_checkpoint(folder)
-    with pytest.raises(DamagedCheckpointError) as caught:
-        require_experts(config, "model.layers.1.mlp.experts")
-    assert str(caught.value) == str(refused(folder))
-    for other in ("model.layers.0.mlp.experts", "model.layers.2.mlp.experts", "draft.layers.1.mlp.experts"):
-        require_experts(config, other)
+    absent, error = layers_without_experts(read_checkpoint(folder))
+    assert [*absent] == ["model.layers.1.mlp.experts"] and str(error) == str(refused(folder))
+    assert layers_without_experts(read_checkpoint(write_integers(tmp_path / "whole"))) == ((), None)
 
 
 def test_a_folder_without_the_layers_tensors_is_not_judged(tmp_path: Path) -> None:

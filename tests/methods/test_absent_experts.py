@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.lib.checkpoints import Size, rewrite_tensors, write_checkpoint
+from vllm_moe_oracle.checkpoint.files import CheckpointFiles, read_checkpoint
 from vllm_moe_oracle.errors import CheckpointError, DamagedCheckpointError
-from vllm_moe_oracle.methods import absent_experts, load_summary
+from vllm_moe_oracle.methods import absent_experts, load_caches, load_summary
 from vllm_moe_oracle.releases.supported import NEWEST
 
 HELD, ABSENT = (f"model.layers.{index}.mlp.experts" for index in range(2))
@@ -56,6 +57,25 @@ def test_a_layer_that_the_folder_lacks_is_refused(folder: Path, monkeypatch: pyt
         absent_experts.refuse(ABSENT)
     absent_experts.refuse(HELD)
     absent_experts.refuse("model.layers.2.mlp.experts")  # such as a draft's
+
+
+def test_files_are_read_once_a_load(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def counted(path: str) -> CheckpointFiles:
+        read.append(path)
+        return read_checkpoint(path)
+
+    monkeypatch.setattr(absent_experts, "read_checkpoint", counted)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "new", "num_hidden_layers": 2}))
+    for path in (folder, tmp_path):
+        serve(monkeypatch, Served(str(path)))
+        for index in (0, 2, 3):
+            absent_experts.refuse(f"model.layers.{index}.mlp.experts")
+    assert read == [str(folder), str(tmp_path)]
+    load_caches.end_load()
+    absent_experts.refuse(HELD)
+    assert read == [str(folder), str(tmp_path), str(tmp_path)]
 
 
 @pytest.mark.parametrize("layer", [HELD, ABSENT])

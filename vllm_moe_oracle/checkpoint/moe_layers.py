@@ -7,7 +7,7 @@ from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Problem, Scheme
-from ..errors import CheckpointError, DeploymentError, LeftToStockError, did_you_mean
+from ..errors import CheckpointError, DamagedCheckpointError, DeploymentError, LeftToStockError, did_you_mean
 from ..quantization import (
     METHOD_ALIASES,
     ONLINE_SCHEMES,
@@ -269,17 +269,21 @@ def _counted(
     ]
 
 
-def require_experts(config: CheckpointFiles, layer: str, vllm: str | None = None) -> None:
-    """Refuses a layer of which a checkpoint's files hold no expert, with the words of `find_moe_layers`. For a server:
-    it takes some formats' quantized layers from the files, and such a layer for an unquantized one.
+def layers_without_experts(
+    config: CheckpointFiles, vllm: str | None = None
+) -> tuple[Collection[str], DamagedCheckpointError | None]:
+    """The layers of which a checkpoint's files hold no expert. For a server: it takes some formats' quantized layers
+    from the files, and such a layer for an unquantized one.
 
     Args:
         config: the checkpoint's.
-        layer: vLLM's name of the layer. Multi-token prediction modules and unknown names are not judged.
         vllm: the release of vLLM; None for the newest.
 
+    Returns:
+        vLLM's names of the layers, without multi-token prediction modules, and the error to refuse them with; no names
+        and None where there are no such layers.
+
     Raises:
-        DamagedCheckpointError: the files hold experts of other layers, and none of this one.
         CheckpointError: the config or the files cannot be read.
     """
     names = moe_layer_names(config, vllm)
@@ -288,8 +292,7 @@ def require_experts(config: CheckpointFiles, layer: str, vllm: str | None = None
     quantized = {each.modules[0] for each in names.values() if isinstance(format_of(each), Scheme)}
     layers = _counted(config, names, quantized, ()) if not unread else []
     error = absence_error(config, layers, in_files)
-    if error is not None and layer in {each.names.modules[0] for each in absent_layers(config, layers, in_files)}:
-        raise error
+    return (() if error is None else {each.names.modules[0] for each in absent_layers(config, layers, in_files)}), error
 
 
 def _without(format_of: FormatLookup, unquantized: Container[str]) -> FormatLookup:
