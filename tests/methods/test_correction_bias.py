@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-
-pytest.importorskip("vllm", reason="layers are vLLM's")
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.utils import set_weight_attrs
 
 from tests.lib import method_layers
 from vllm_moe_oracle import plugin
@@ -54,57 +54,86 @@ def spoiled(value: float) -> Tensor:
     return torch.tensor([0.5, -1.0, value, 2.0])
 
 
+def load(bias: Any, tensor: Tensor) -> None:
+    """What loaders of models do with a tensor of the checkpoint."""
+    getattr(bias, "weight_loader", default_weight_loader)(bias, tensor)
+
+
+def replace_bias(layer: Any, bias: Tensor | None) -> None:
+    type(layer).e_score_correction_bias = bias
+
+
+def copied(param: Tensor, tensor: Tensor) -> None:
+    """MiniMax-M2's loader."""
+    param.data.copy_(tensor.float())
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("own_loader", [False, True])
-def test_damage_that_a_checkpoint_brings_is_named(make: Any, value: float, own_loader: bool) -> None:
-    router = Router(torch.zeros(EXPERTS))
-    if own_loader:  # MiniMax-M2
-        router.bias.weight_loader = lambda param, tensor: param.data.copy_(tensor.float())  # type: ignore[attr-defined]
-    layer = make(router.bias)
-    bias: Any = router.bias
+@pytest.mark.parametrize("loader", ["vLLM's", "own", "assigned later"])
+def test_damage_that_a_checkpoint_brings_is_named(make: Any, value: float, loader: str) -> None:
+    bias: Any = Router(torch.zeros(EXPERTS)).bias
+    if loader == "own":
+        bias.weight_loader = copied
+    layer = make(bias)
+    if loader == "assigned later":
+        set_weight_attrs(bias, {"weight_loader": copied})
     with pytest.raises(CheckpointError) as raised:
-        load_model(lambda: bias.weight_loader(bias, spoiled(value)))
+        load_model(lambda: load(bias, spoiled(value)))
     assert str(raised.value).startswith(f"{SAID}; the first is {value:g} of expert 2")
     assert "damaged" in raised.value.remedy
-    load_model(lambda: bias.weight_loader(bias, spoiled(1.0)))
+    load_model(lambda: load(bias, spoiled(1.0)))
     assert torch.equal(layer.e_score_correction_bias, spoiled(1.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("default", "warns"), [(0.0, False), (3e38, False), (torch.nan, True)])
 def test_a_bias_that_no_tensor_fills_is_what_vllm_makes_it(
-    make: Any, default: float, warns: bool, caplog: pytest.LogCaptureFixture
+    make: Any, default: float, warns: bool, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Zeros in Param2MoE, the memory as it was in A.X K1."""
+    """Zeros in Param2MoE, the memory as it was in A.X K1; some kernels have vLLM change the dtype."""
     layer = make(Router(spoiled(default)).bias)
+    replace_bias(layer, layer.e_score_correction_bias.to(dtype))
     with caplog.at_level(logging.WARNING, "vllm.moe_oracle"):
         load_model()
-    assert (f"{SAID}: the checkpoint has no tensor for it" in caplog.text) is warns
-    assert torch.equal(layer.e_score_correction_bias, spoiled(default)) or warns
+    assert (f"{SAID}: loading has not changed them" in caplog.text) is warns
+    assert torch.equal(layer.e_score_correction_bias, spoiled(default).to(dtype)) or warns
 
 
-def test_counting_elements_on_the_meta_device_brings_nothing(make: Any, caplog: pytest.LogCaptureFixture) -> None:
-    bias: Any = Router(spoiled(torch.nan)).bias
-    layer = make(bias)
-    counted: Any = nn.Parameter(torch.empty(EXPERTS, device="meta"), requires_grad=False)
-    bias.weight_loader(counted, torch.empty(EXPERTS, device="meta"))
+@pytest.mark.parametrize("before", [torch.empty(EXPERTS, device="meta"), torch.zeros(EXPERTS + 1)])
+def test_where_nothing_can_be_compared_nothing_is_claimed(
+    make: Any, before: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bias whose memory came later, or of which experts were left out."""
+    layer = make(Router(before).bias)
+    replace_bias(layer, Router(spoiled(torch.nan)).bias)
     load_model()
-    assert "no tensor for it" in caplog.text and layer.e_score_correction_bias is bias
+    assert f"{SAID}: whether the checkpoint has brought them is not known" in caplog.text
 
 
-@pytest.mark.parametrize("bias", [None, spoiled(torch.nan)])
-def test_a_bias_whose_loading_nobody_sees_is_left_alone(make: Any, bias: Tensor | None) -> None:
-    """A row of a parameter (ERNIE-4.5-VL), or a parameter's data."""
-    make(bias)
+def test_a_part_of_a_parameter_is_checked_too(make: Any) -> None:
+    """A row of a parameter (ERNIE-4.5-VL)."""
+    both: Any = nn.Parameter(torch.zeros(2, EXPERTS), requires_grad=False)
+    layer = make(both[1])
+    with pytest.raises(CheckpointError, match="correction bias"):
+        load_model(lambda: load(both, torch.stack([spoiled(1.0), spoiled(torch.nan)])))
+    assert layer.e_score_correction_bias[2].isnan()
+
+
+@pytest.mark.parametrize("first", [None, torch.zeros(EXPERTS), torch.empty(EXPERTS, device="meta")])
+def test_a_layer_without_values_of_a_bias_is_left_alone(make: Any, first: Tensor | None) -> None:
+    layer = make(first)
+    if first is None or not first.is_meta:
+        replace_bias(layer, None)
     load_model()
-    assert not correction_bias._watched
+    assert len(correction_bias._watched) == (first is not None)
 
 
 def test_a_reload_is_checked_at_its_end(make: Any) -> None:
     bias: Any = Router(torch.zeros(EXPERTS)).bias
     layer = make(bias)
-    load_model(lambda: bias.weight_loader(bias, spoiled(1.0)))
+    load_model(lambda: load(bias, spoiled(1.0)))
     with pytest.raises(CheckpointError, match="correction bias"):
-        plugin._finish_reload(lambda: bias.weight_loader(bias, spoiled(torch.nan)))
+        plugin._finish_reload(lambda: load(bias, spoiled(torch.nan)))
     assert layer.e_score_correction_bias is bias
 
 

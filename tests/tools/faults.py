@@ -153,7 +153,7 @@ FAULTS = (
     ),
     Fault(
         "loading", "NaN in a router's correction bias is served", "methods/correction_bias.py",
-        "if bias.brought:", "if False:", "tests/methods/test_correction_bias.py",
+        "if was_loaded:", "if False:", "tests/methods/test_correction_bias.py",
     ),
     Fault(
         "checks", "small numbers of tokens are left out", "verification/inputs.py",

@@ -2,21 +2,19 @@
 
 A bias that no tensor of the checkpoint fills stays what the model's code has made it: zeros in some models, whatever
 the memory held in most. vLLM serves quantized models so, and says nothing. NaN and infinities that a checkpoint brings
-are damage: they choose the same experts for every token.
+are damage: they choose the same experts for every token. Whether a checkpoint brings them is told by the values alone,
+which every loader of a model changes, whether or not it is vLLM's.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
-from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from torch import Tensor
 
 from ..errors import CheckpointError
 
@@ -29,55 +27,68 @@ class _Bias:
 
     Attributes:
         layer: the layer's name.
-        brought: a loader has brought a tensor for it, at the start or in a reload.
+        before: its values before the load or the reload, [experts] on the CPU, which no sleep of a server takes; None
+            where it had none.
     """
 
     layer: str
-    brought: bool = False
+    before: Tensor | None
 
 
 _watched: WeakKeyDictionary[Any, _Bias] = WeakKeyDictionary()
-"""Layers whose bias is a parameter that vLLM's loaders fill by its weight loader."""
+"""Layers with a bias."""
 
 
 def watch(layer: Any, name: str) -> None:
-    """Notes from now on what loaders bring into a layer's correction bias; for a layer without one does nothing, and
-    where the model passes a part of a parameter or its data, whose loading nobody sees.
+    """Notes what a layer's correction bias holds before tensors are loaded; for a layer without one does nothing.
 
     Args:
         layer: vLLM's layer; None where there is none.
         name: its name.
     """
-    bias: Any = getattr(layer, "e_score_correction_bias", None)
-    if type(bias) is not nn.Parameter:
-        return
-    _watched[layer] = found = _Bias(name)
-    load: Callable[..., Any] = getattr(bias, "weight_loader", default_weight_loader)
+    if isinstance(getattr(layer, "e_score_correction_bias", None), Tensor):
+        _watched[layer] = _Bias(name, _values(layer))
 
-    @functools.wraps(load)
-    def load_noted(param: Tensor, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found.brought = found.brought or not param.is_meta  # there vLLM only counts elements
-        return load(param, loaded_weight, *args, **kwargs)
 
-    bias.weight_loader = load_noted  # type: ignore[attr-defined]  # vLLM sets it on any parameter
+def _values(layer: Any) -> Tensor | None:
+    """What a layer's correction bias holds, [experts] on the CPU; None for one without values, or none at all."""
+    bias = getattr(layer, "e_score_correction_bias", None)
+    if not isinstance(bias, Tensor) or bias.is_meta:
+        return None
+    return bias.detach().flatten().to("cpu", copy=True)
 
 
 def check_all() -> None:
     """Checks the watched biases, once all tensors are loaded. The host waits for the device once for each.
 
     Raises:
-        CheckpointError: one that a checkpoint has brought has NaN or infinities; the message names layer and expert.
+        CheckpointError: one that was loaded has NaN or infinities; the message names layer and expert.
     """
     for layer, bias in _watched.items():
-        values = layer.e_score_correction_bias.detach().flatten()
-        if values.is_meta:
+        before, values = bias.before, _values(layer)
+        bias.before = values
+        if values is None:
             continue
         bad = ~torch.isfinite(values)
         if count := int(bad.sum()):
             rule = f"{count} of {len(values)} values of the router's correction bias are NaN or infinite"
-            if bias.brought:
+            was_loaded = _differ(before, values)
+            if was_loaded:
                 expert = int(bad.nonzero()[0])
                 rule += f"; the first is {float(values[expert]):g} of expert {expert}"
-                raise CheckpointError(rule, "The checkpoint is damaged", bias.layer)
-            lacks = "the checkpoint has no tensor for it, and vLLM serves what its memory held"
-            logger.warning("moe_oracle: %s: %s: %s", bias.layer, rule, lacks)
+                raise CheckpointError(f"{rule}. Loading has changed them", "The checkpoint is damaged", bias.layer)
+            logger.warning("moe_oracle: %s: %s: %s", bias.layer, rule, _UNKNOWN if was_loaded is None else _UNCHANGED)
+
+
+_UNCHANGED = (
+    "loading has not changed them, so that the checkpoint has no tensor for it, or one with these values, and vLLM "
+    "serves what its memory held"
+)
+_UNKNOWN = "whether the checkpoint has brought them is not known, and vLLM serves them"
+
+
+def _differ(before: Tensor | None, values: Tensor) -> bool | None:
+    """Whether a bias has other values than before, whatever its dtype is now; None where that cannot be said."""
+    if before is None or before.shape != values.shape:
+        return None
+    return not torch.allclose(before.to(values.dtype), values, rtol=0, atol=0, equal_nan=True)
