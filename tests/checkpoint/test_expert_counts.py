@@ -247,11 +247,6 @@ def test_a_model_without_any_expert_is_refused(tmp_path: Path) -> None:
     ("index", "missing", "remedy"),
     [
         (
-            {0: PARTS[0], 1: PARTS[1]},
-            True,
-            f"Fetch {PARTS[1]}: {tensor_headers.INDEX_NAME} names what the folder lacks",
-        ),
-        (
             {0: PARTS[0], 1: PARTS[0]},
             False,
             f"{tensor_headers.INDEX_NAME} does not name {PARTS[1]}, which vLLM does not",
@@ -263,7 +258,7 @@ def test_a_model_without_any_expert_is_refused(tmp_path: Path) -> None:
         ),
         (None, True, "Fetch the files that are missing"),
     ],
-    ids=["absent file", "wrong file", "omitted", "numbered"],
+    ids=["wrong file", "omitted", "numbered"],
 )
 def test_files_that_vllm_does_not_read(
     index: Mapping[int, str] | None, missing: bool, remedy: str, format: str, tmp_path: Path
@@ -274,6 +269,29 @@ def test_files_that_vllm_does_not_read(
         (folder / PARTS[1]).unlink()
     error = refused(folder)
     assert error.rule == ABSENT and error.remedy.startswith(remedy), error.remedy
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_files_of_the_index_that_are_not_here_yet_are_a_note(format: str, tmp_path: Path) -> None:
+    """To `explain`, which answers by the config; a server and `verify` refuse them."""
+    folder = by_layer(FORMATS[format](tmp_path / "model"), {0: PARTS[0], 1: PARTS[1]})
+    whole = find(folder)
+    (folder / PARTS[1]).unlink()
+    note = f"1 of 2 files of {tensor_headers.INDEX_NAME} are not here, such as {PARTS[1]}: a server does not start"
+    found = find(folder)
+    assert found.problems == whole.problems and len(found.notes_on_files) == len(whole.notes_on_files) + 1
+    assert any(each.startswith(note) for each in found.notes_on_files)
+    explained = CliRunner().invoke(app, ["explain", str(folder), "--device", "h200", "--json"])
+    assert explained.exit_code == 0 and note in explained.stdout
+    checked = CliRunner().invoke(app, ["verify", str(folder)])
+    assert checked.exit_code != 0 and f"{PARTS[1]}: the file is missing" in checked.stderr
+    absent, error = layers_without_experts(read_checkpoint(folder))
+    assert [*absent] == ["model.layers.1.mlp.experts"] and error is not None and error.rule == ABSENT
+    assert error.remedy == f"Fetch {PARTS[1]}: {tensor_headers.INDEX_NAME} names what the folder lacks"
+    (folder / PARTS[0]).unlink()
+    assert any(each.startswith("2 of 2 files of") for each in find(folder).notes_on_files)
+    save_file({"other": torch.zeros(1)}, folder / "saved-state.safetensors")
+    assert find(folder).notes_on_files == whole.notes_on_files
 
 
 def test_multi_token_prediction_may_have_been_left_out(tmp_path: Path) -> None:

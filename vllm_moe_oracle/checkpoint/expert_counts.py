@@ -16,7 +16,7 @@ from ..quantization.types import LayerNames
 from .files import CheckpointFiles
 from .layer_names import compact_layer_names, index_ranges
 from .model_fields import NUM_EXPERTS_FIELDS
-from .tensor_headers import INDEX_NAME, ExpertTensors, has_all_files, holds_no_experts, indexed_names
+from .tensor_headers import INDEX_NAME, ExpertTensors, has_all_files, holds_no_experts, indexed_names, missing_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ def check_expert_counts(
 ) -> list[str]:
     """Refuses files that hold other experts than the config says.
 
-    Files that may hold the model's experts under unknown names are not judged; see `absent_layers`.
+    Files that may hold the model's experts under unknown names are not judged; see `absent_layers`. Where a file of the
+    index is missing, the experts that the others lack may be in it.
 
     Args:
         config: the checkpoint's.
@@ -49,7 +50,8 @@ def check_expert_counts(
         found: what the files hold, by name of the module in files.
 
     Returns:
-        A note for each kind of difference in layers for multi-token prediction.
+        A note where files of the index are missing, and one for each kind of difference in layers for multi-token
+        prediction.
 
     Raises:
         DamagedCheckpointError: of some other layers the files hold experts that the config does not count, or lack some
@@ -58,7 +60,8 @@ def check_expert_counts(
     layers = tuple(layers)
     if config.folder is None or not layers:
         return []
-    if error := absence_error(config, layers, found):
+    missing = missing_files(config.folder)
+    if not missing and (error := absence_error(config, layers, found)):
         raise error
     is_complete = has_all_files(config.folder)
     by_module: dict[str, dict[int, CountedLayer]] = {}
@@ -82,6 +85,10 @@ def check_expert_counts(
         f"{compact_layer_names(names)}: {rule}, where speculative decoding uses these layers. {remedy}"
         for (rule, remedy), names in notes.items()
     ]
+    if missing:
+        files = len(indexed_names(config.folder) or ())
+        rule = f"{len(missing)} of {files} files of {INDEX_NAME} are not here, such as {shortened(missing[0])}"
+        return [f"{rule}: a server does not start before they are. The answer is by the config", *said]
     if drafts := [layer.names.modules[0] for layer in absent_layers(config, layers, found) if layer.is_draft]:
         rule = "the files hold none of their experts: speculative decoding with these layers has nothing to load"
         said.append(f"{compact_layer_names(drafts)}: {rule}")

@@ -86,6 +86,20 @@ def has_all_files(folder: Path) -> bool:
     return all(len(found) >= total for (_, total), found in numbers.items())
 
 
+def missing_files(folder: Path) -> list[str]:
+    """The names of files of the index that the folder lacks, in order, such as while it is downloaded. None where it
+    has no index, or other files instead of all of the index; see `tensor_files`.
+
+    Raises:
+        CheckpointError: as by `indexed_names`.
+    """
+    names = indexed_names(folder) or []
+    if any(path.name not in names for path in tensor_files(folder)):
+        return []
+    with boundary(CheckpointError, "cannot be read", where=str(folder)):
+        return [name for name in names if not exists(folder / name)]
+
+
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})\.safetensors", re.ASCII)
 
 
