@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from tests.lib.cases import problem
 from tests.lib.cli import Run
 from tests.lib.fake_backends import FAST, HERE, LAYERS, SLOW, TOKEN_COUNTS, Slowed
+from tests.lib.golden_decisions import device_of
 from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.cli import layer_arguments
 from vllm_moe_oracle.cli.commands import bench as bench_command
+from vllm_moe_oracle.core.problem import Problem, Scheme
 from vllm_moe_oracle.measurements import model_shapes, profile
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
@@ -119,3 +122,45 @@ def test_what_serving_would_run_invariant_is_measured_so(
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "yes")
     result = pretended(*words)
     assert result.status == 2 and "VLLM_BATCH_INVARIANT: 'yes' is not an integer" in result.err
+
+
+@pytest.fixture
+def tuned(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Any, list[str]]]:
+    """Runs `tune` as if on a data-center Blackwell GPU for some layers; its result, and the layers that it measures."""
+    measured: list[str] = []
+
+    def tune(problems: list[Problem], *rest: Any) -> dict[Any, tuning.TuneOutcome]:
+        measured.extend(each.layer for each in problems)
+        return {kernel_shape_of(each): tuning.TuneOutcome(each) for each in problems}
+
+    def use(layers: list[Problem], *words: Any) -> tuple[Any, list[str]]:
+        measured.clear()
+        monkeypatch.setattr(layer_arguments, "resolve_problems", lambda *arguments: layers)
+        return run("tune", "a/model", *words, "--set", f"cache={tmp_path}"), measured
+
+    monkeypatch.setattr(layer_arguments, "require_gpu", lambda _: device_of(100))
+    monkeypatch.setattr(tuning, "tune", tune)
+    return use
+
+
+def test_what_is_left_to_stock_is_not_tuned(tuned: Callable[..., tuple[Any, list[str]]], tmp_path: Path) -> None:
+    """Backends that run by name only are no choice of the server's."""
+    scheme = Scheme("mxfp4", 4, 32, "compressed-tensors", activations="mxfp4")
+    declared = [problem(scheme=scheme, layer=f"model.layers.{index}.mlp.experts") for index in (1, 2)]
+    words = "note: model.layers.1-2.mlp.experts: not measured, left to stock vLLM: it runs CutlassExpertsMxfp4 here"
+    result, measured = tuned(declared)
+    assert result.status == 0 and measured == [] and words in result.err and result.err.count("note") == 1
+    result, measured = tuned(declared, "--export", tmp_path / "p.json", "--json")
+    assert result.status == 0 and result.json["groups"] == [] and words in result.err
+    usual = problem(layer="model.layers.3.mlp.experts")
+    result, measured = tuned([*declared, usual])
+    assert result.status == 0 and measured == [usual.layer] and words in result.err
+    named = ("--set", "backend=marlin_mxfp4", "--set", "allow_activation_quantization=1")
+    result, measured = tuned(declared, *named)
+    assert result.status == 0 and measured == [each.layer for each in declared] and "stock" not in result.err
+
+
+def test_tune_fails_where_no_one_runs_a_layer(tuned: Callable[..., tuple[Any, list[str]]]) -> None:
+    layer = problem(hidden_size=2000)
+    result, measured = tuned([layer])
+    assert result.status == 4 and measured == [layer.layer] and "left to stock" not in result.err

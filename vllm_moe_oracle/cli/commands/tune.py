@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from ...checkpoint.layer_names import compact_layer_names
 from ...checkpoint.ranks import Ranks
+from ...checkpoint.served_layers import names_backends
 from ...core.problem import Device, Problem
 from ...devices import detect
 from ...errors import MeasurementError, NoBackendError
@@ -17,7 +19,9 @@ from ...measurements import profile as profiles
 from ...measurements.environment import Environment
 from ...measurements.kernel_shape import KernelShape, RoutingKind, Sample, kernel_shape_of
 from ...measurements.store import Store
+from ...oracle.registry import default_registry
 from ...oracle.selection import decide
+from ...oracle.stock_kernels import is_loadable, kernel_of_stock
 from ...settings import AUTO, Settings, cache_dir, env_var, set_batch_invariant
 from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, layer_arguments, output
 from ..arguments import (
@@ -84,7 +88,7 @@ Examples:
 
 \b
 Exit status:
-  0  everything is measured
+  0  everything is measured, but for layers that are left to stock vLLM
   1  a backend ended the process other than by a kernel; what was measured
      before is kept
   2  the input, the cache or this machine cannot be used; one line on standard
@@ -147,6 +151,7 @@ def command(
     options = dataclasses.replace(options, tiles=tiles, gpus=layer_arguments.parse_gpus(gpus) or (None,))
     _note_unused_profiles(profile or [], known, device)
     store = _open_store(chosen)
+    problems = _without_stocks(problems, device, chosen)
     with layer_arguments.progress_bar(as_json) as report:
         outcomes = tuning.tune(problems, device, chosen, store, options, known, report)
     if export is not None:
@@ -215,6 +220,27 @@ def _named_problems(
     if models:
         problems = layer_arguments.resolve_problems(models, ranks, quantization, dtype, settings.ragged_shards)
     return problems + (model_shapes.served_problems() if shapes else [])
+
+
+def _without_stocks(problems: list[Problem], device: Device, settings: Settings) -> list[Problem]:
+    """The layers without those that a server leaves to stock vLLM, for which times decide nothing; a note says why."""
+    measured: list[Problem] = []
+    left: dict[str, list[str]] = {}
+    for problem in problems:
+        stock = None
+        if not names_backends(settings):
+            try:
+                decide(problem, device, settings)
+            except NoBackendError as error:
+                if is_loadable(error.candidates):
+                    stock = kernel_of_stock(error.candidates, problem, device, default_registry())
+        if stock is None:
+            measured.append(problem)
+        else:
+            left.setdefault(stock.why, []).append(problem.layer)
+    for why, names in left.items():
+        _print_note(f"{compact_layer_names(names)}: not measured, left to stock vLLM: {why}")
+    return measured
 
 
 def _open_store(settings: Settings) -> Store:
