@@ -60,9 +60,7 @@ def check_expert_counts(
     layers = tuple(layers)
     if config.folder is None or not layers:
         return []
-    missing = missing_files(config.folder)
-    if not missing and (error := absence_error(config, layers, found)):
-        raise error
+    absences = _check_absences(config, config.folder, layers, found)
     is_complete = has_all_files(config.folder)
     by_module: dict[str, dict[int, CountedLayer]] = {}
     for layer in layers:
@@ -85,14 +83,28 @@ def check_expert_counts(
         f"{compact_layer_names(names)}: {rule}, where speculative decoding uses these layers. {remedy}"
         for (rule, remedy), names in notes.items()
     ]
-    if missing:
-        files = len(indexed_names(config.folder) or ())
-        rule = f"{len(missing)} of {files} files of {INDEX_NAME} are not here, such as {shortened(missing[0])}"
-        return [f"{rule}: a server does not start before they are. The answer is by the config", *said]
-    if drafts := [layer.names.modules[0] for layer in absent_layers(config, layers, found) if layer.is_draft]:
-        rule = "the files hold none of their experts: speculative decoding with these layers has nothing to load"
-        said.append(f"{compact_layer_names(drafts)}: {rule}")
-    return said
+    return [*said, *absences]
+
+
+def _check_absences(
+    config: CheckpointFiles, folder: Path, layers: Iterable[CountedLayer], found: Mapping[str, ExpertTensors]
+) -> list[str]:
+    """Refuses layers of which the files hold no expert, and returns a note on those for multi-token prediction. Where
+    files of the index are missing, no more than a note on them.
+
+    Raises:
+        DamagedCheckpointError: there are such layers.
+    """
+    if missing := missing_files(folder):
+        rule = f"{len(missing)} of {len(indexed_names(folder) or ())} files of {INDEX_NAME} are not here"
+        rule += f", such as {shortened(missing[0])}: a server does not start before they are"
+        return [f"{rule}. The answer is by the config"]
+    layers = tuple(layers)
+    if error := absence_error(config, layers, found):
+        raise error
+    drafts = [layer.names.modules[0] for layer in absent_layers(config, layers, found) if layer.is_draft]
+    rule = "the files hold none of their experts: speculative decoding with these layers has nothing to load"
+    return [f"{compact_layer_names(drafts)}: {rule}"] if drafts else []
 
 
 def absent_layers(
