@@ -161,19 +161,10 @@ def choose_fastest(
     if not measurements.times and not measurements.failures:
         return MeasuredChoice(static, "; ".join(measurements.remarks))
     found = _comparable(measurements, accepted, objective)
-    undecided = f"measurements of {measurements.source} are not sufficient"
-    has_failed = static in measurements.failures and static not in measurements.slow
-    static_is_unmeasured = static in found.missing and not has_failed
-    if static in found.unknown or static_is_unmeasured or not found.curves:
-        # Without the static choice's times nothing can be compared: the measured backends may all be slower. One that
-        # failed when it was measured is passed over all the same, unless all did, or it may only compile slowly.
-        others = (name for name in accepted if name not in measurements.failures)
-        first = next(others, static) if has_failed else static
-        return MeasuredChoice(first, f"{undecided}: {'; '.join(found.remarks)}")
+    undecided = _undecided_choice(measurements, accepted, found)
+    if undecided is not None:
+        return undecided
     base = next(iter(found.curves))
-    if len(found.curves) == 1 and base == static:
-        remarks = ("no other backend was measured", *found.remarks)
-        return MeasuredChoice(static, f"{undecided}: {'; '.join(remarks)}")
     routings = _compared_routings(found.curves, objective)
     scores = {name: curve.score(objective, routings) for name, curve in found.curves.items()}
     filled = _filled_errors(measurements, found.curves, objective, routings)
@@ -210,6 +201,28 @@ def choose_fastest(
         outcome = _outcome(found, objective, measurements, base, winner, counts, min_time_saving, token_ranges)
         outcome = dataclasses.replace(outcome, time_saved=-math.expm1(both - scores[base]))
     return MeasuredChoice(winner, explanation, outcome, token_ranges)
+
+
+def _undecided_choice(
+    measurements: MeasurementSet, accepted: Sequence[str], found: _Comparison
+) -> MeasuredChoice | None:
+    """What is chosen where the times do not suffice for a comparison; None where they do.
+
+    Without the static choice's times nothing can be compared: the measured backends may all be slower. One that failed
+    when it was measured is passed over all the same, unless all did, or it may only compile slowly.
+    """
+    static = accepted[0]
+    undecided = f"measurements of {measurements.source} are not sufficient"
+    has_failed = static in measurements.failures and static not in measurements.slow
+    static_is_unmeasured = static in found.missing and not has_failed
+    if static in found.unknown or static_is_unmeasured or not found.curves:
+        others = (name for name in accepted if name not in measurements.failures)
+        first = next(others, static) if has_failed else static
+        return MeasuredChoice(first, f"{undecided}: {'; '.join(found.remarks)}")
+    if [*found.curves] == [static]:
+        remarks = ("no other backend was measured", *found.remarks)
+        return MeasuredChoice(static, f"{undecided}: {'; '.join(remarks)}")
+    return None
 
 
 def _score_together(
