@@ -442,7 +442,7 @@ def test_an_interrupted_run_continues(
 
     monkeypatch.setattr(verifying.Verification, "_compare", interrupted)
     first = run("verify", model, "--resume", file)
-    words = f"interrupted after 1 of 2 layers; {file} keeps the results of 1. The same command goes on\n"
+    words = "interrupted after 1 of 2 layers; the file of --resume keeps the results of 1. The same command goes on\n"
     command = f"vllm-moe-oracle verify {model} --resume {file}\n"
     assert first.status == 130 and NAMES[0][:9] in first.out and " ".join(words.split()) in " ".join(first.out.split())
     assert first.out.endswith(f"\n{command}")

@@ -222,7 +222,7 @@ class _Answer:
         if not self.resume:
             return f"{words}; --resume FILE keeps what is done", ""
         kept = len({each.layer for each in self.results if each.backend and each.status != "ended"})
-        return f"{words}; {self.resume} keeps the results of {kept}. The same command goes on", self.command
+        return f"{words}; the file of --resume keeps the results of {kept}. The same command goes on", self.command
 
     def ended(self, why: str, was_asked: bool) -> int:
         """See `child_process.Unfinished`."""
