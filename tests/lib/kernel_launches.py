@@ -72,7 +72,7 @@ MEASURED: dict[str, Shape] = {
 """The layers of the shipped table. gpt-oss is the square one, with biases and its own activation."""
 
 
-def shipped() -> Iterator[tuple[str, int, LaunchConfig | PrefillConfig]]:
+def shipped() -> Iterator[tuple[str, int, LaunchConfig]]:
     """Every measured configuration, and what the rule gives for some layers; each once."""
     seen = set()
     for layer, (format, group, hidden, inner, experts, top_k, activation, bias) in (LAYERS | MEASURED).items():

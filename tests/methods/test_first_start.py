@@ -18,6 +18,7 @@ from tests.lib.method_layers import undecided
 from vllm_moe_oracle import plugin, settings
 from vllm_moe_oracle.backends import Capabilities
 from vllm_moe_oracle.core.decision import Decision
+from vllm_moe_oracle.core.measurement_set import MeasurementSet
 from vllm_moe_oracle.core.problem import Parallel, Problem
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import MeasurementError
@@ -175,6 +176,26 @@ def test_a_static_choice_that_may_only_compile_slowly_is_not_passed_over(
     silent = Sample("static", "16bit", 1, "uniform", failure="in whatever words", silent_seconds=waited)
     store.add(Environment.of(A100), kernel_shape_of(LAYER), [silent])
     assert decided(chosen).backend == backend
+
+
+def test_silence_is_no_excuse_for_another_failure(tmp_path: Path) -> None:
+    """Of the same backend: at another number of tokens, or in a source that counts before."""
+    measuring, chosen, store = Measuring(), asked(tmp_path, measure_at_start="0"), Store(tmp_path)
+    measuring(LAYER, ("static", "faster"), chosen, 60.0, lambda *said: None)
+    silent = Sample("static", "16bit", 1, "uniform", failure="in whatever words", silent_seconds=20)
+    store.add(Environment.of(A100), kernel_shape_of(LAYER), [silent])
+    assert decided(chosen).backend == "static"
+    crashed = msgspec.structs.replace(silent, tokens=4, failure="it ended", silent_seconds=0)
+    store.add(Environment.of(A100), kernel_shape_of(LAYER), [crashed])
+    new_start()
+    assert decided(chosen).backend == "faster"
+    here = Environment.of(A100)
+    valid = lookup._ValidSamples(here, [], ())
+    slow = MeasurementSet(failures={"static": "silent"}, slow={"static"})
+    ended = MeasurementSet(failures={"static": "it ended"})
+    for first, second in ((slow, ended), (ended, slow)):
+        assert not lookup._usable_here(second, valid, here, first, []).slow
+    assert lookup._usable_here(MeasurementSet(), valid, here, slow, []).slow == {"static"}
 
 
 def test_what_is_slow_and_what_failed_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

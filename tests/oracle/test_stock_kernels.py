@@ -170,8 +170,9 @@ def test_four_bits_on_both_sides_are_left_to_stocks_kernel(
 )  # fmt: skip
 def test_what_stocks_kernel_cannot_load_is_not_left_to_it(change: dict[str, Any]) -> None:
     """Its method asks the GPU alone, and the load ends later."""
-    release = change.pop("release", NEWEST)
-    layer = problem(scheme=Scheme("mxfp4", 4, 32, "compressed-tensors", activations="mxfp4"), **change)
+    release = change.get("release", NEWEST)
+    fields = {name: value for name, value in change.items() if name != "release"}
+    layer = problem(scheme=Scheme("mxfp4", 4, 32, "compressed-tensors", activations="mxfp4"), **fields)
     device = dataclasses.replace(device_of(100), packages=device_of(100).packages | {"vllm": release})
     candidates = evaluate_candidates(layer, device, Settings())
     assert not [each for each in candidates if each.accepted and "Cutlass" in each.answers.only_by_name]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ..core.decision import ShardPlan
 from ..core.problem import Device, Problem
 from ._contract import Backend, Builder, Tensors
-from ._stock_priority import CUTLASS_MXFP4, runs_declared_mxfp4
+from ._stock_priority import RUNS_CUTLASS_MXFP4, runs_declared_mxfp4
 
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts"
 """The package of vLLM's expert classes."""
@@ -80,9 +80,7 @@ class StockBackend(Backend):
     def only_by_name(self, problem: Problem, device: Device) -> str:
         """Where the checkpoint declares 4 bits on both sides, and stock has a kernel for that, which has no wrapper:
         nothing shows that this one is as fast."""
-        if not runs_declared_mxfp4(problem, device):
-            return ""
-        return f"stock vLLM runs {CUTLASS_MXFP4} here, MXFP4 by MXFP4, and no backend wraps it"
+        return f"stock vLLM {RUNS_CUTLASS_MXFP4}" if runs_declared_mxfp4(problem, device) else ""
 
     def stock_arguments(self, tensors: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Any]:
         """Arguments of `Builder.stock`; a subclass adds its own.

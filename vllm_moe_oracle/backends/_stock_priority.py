@@ -55,10 +55,13 @@ def marlin_mxfp4_priority(position: float, problem: Problem, device: Device) -> 
 CUTLASS_MXFP4 = "CutlassExpertsMxfp4"
 """vLLM's class for MXFP4 on both sides, on compute capabilities from 10.0 to below 12.0. No backend here wraps it."""
 
+RUNS_CUTLASS_MXFP4 = f"runs {CUTLASS_MXFP4} here, MXFP4 by MXFP4, and no backend wraps it"
+"""What stock vLLM does with a layer of `runs_declared_mxfp4`."""
+
 _CUTLASS_MULTIPLE = 128
 """Of both sizes: vLLM's method pads no scales, and fails to load other shards."""
 
-EMULATED_MXFP4 = "OCP_MXQuantizationEmulationTritonExperts"
+_EMULATED_MXFP4 = "OCP_MXQuantizationEmulationTritonExperts"
 """vLLM's emulation of activations in MXFP4."""
 
 
@@ -71,11 +74,9 @@ def class_without_wrapper(problem: Problem, device: Device) -> str:
     has_cutlass = 100 <= (device.capability or 0) < 120
     if scheme.packing in _MARLIN_PACKINGS and has_cutlass:
         return CUTLASS_MXFP4
-    plain = problem.activation.name == "silu" and problem.activation.gated and problem.activation.limit is None
-    plain = plain and not (problem.has_bias or problem.lora or problem.eplb)  # what these classes might not have
-    if scheme.packing in ("quark", "online") and scheme.activations == "mxfp4" and plain:
+    if scheme.packing in ("quark", "online") and scheme.activations == "mxfp4" and _is_plain(problem):
         listed = has_cutlass and min_versions.vllm_at_least_on(device, min_versions.CUTLASS_MXFP4_LISTED)
-        return CUTLASS_MXFP4 if listed else EMULATED_MXFP4
+        return CUTLASS_MXFP4 if listed else _EMULATED_MXFP4
     return ""
 
 
@@ -85,11 +86,14 @@ def runs_declared_mxfp4(problem: Problem, device: Device) -> bool:
     The class has neither LoRA nor EPLB, takes no exchanged tokens, and was not proven batch-invariant; other layers of
     the kind stay with kernels that leave activations in 16 bits.
     """
-    wants_more = problem.lora or problem.eplb or problem.has_bias or problem.batch_invariant
-    plain = not wants_more and problem.parallel.dp == 1
     whole = problem.hidden_size % _CUTLASS_MULTIPLE == 0 == problem.intermediate_size % _CUTLASS_MULTIPLE
+    can_load = whole and not problem.ragged_intermediate_size and _is_plain(problem)
+    is_alone = problem.parallel.dp == 1 and not problem.batch_invariant
+    declared = problem.scheme.activations == "mxfp4" and class_without_wrapper(problem, device) == CUTLASS_MXFP4
+    return declared and can_load and is_alone and min_versions.vllm_at_least_on(device, min_versions.STOCK_RULES_MXFP4)
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether a layer needs nothing that classes without a wrapper lack, or might lack."""
     gated_silu = problem.activation.name == "silu" and problem.activation.gated and problem.activation.limit is None
-    known = min_versions.vllm_at_least_on(device, min_versions.STOCK_RULES_MXFP4)
-    declared = problem.scheme.activations == "mxfp4" and not problem.ragged_intermediate_size
-    is_cutlass = class_without_wrapper(problem, device) == CUTLASS_MXFP4
-    return declared and known and plain and whole and gated_silu and is_cutlass
+    return gated_silu and not (problem.has_bias or problem.lora or problem.eplb)

@@ -26,8 +26,7 @@ class MeasurementSet:
             pair that is not named the errors of both are independent.
         filled: predicted times of backends at the few numbers of tokens at which they were not measured, as in `times`.
         cell_errors: standard deviations of the logarithm of a single predicted time, by backend.
-        silent_seconds: how long backends were waited for that did not return, by name; they are among `failures`.
-        slow: of these, the ones that may only compile slowly.
+        slow: names among `failures` of backends that did not return, and may only compile slowly.
     """
 
     times: Mapping[str, Latencies] = field(default_factory=dict)
@@ -39,7 +38,6 @@ class MeasurementSet:
     ratio_errors: Mapping[frozenset[str], float] = field(default_factory=dict)
     filled: Mapping[str, Latencies] = field(default_factory=dict)
     cell_errors: Mapping[str, float] = field(default_factory=dict)
-    silent_seconds: Mapping[str, float] = field(default_factory=dict)
     slow: Set[str] = frozenset()
 
     def ratio_error(self, one: str, other: str) -> float:

@@ -90,8 +90,8 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
             with boundary(MeasurementError, "cannot be used"):
                 for valid in _valid_samples(name, read(shape), here, remarks):
                     samples = [each for each in valid.samples if each.backend not in uncalled]
-                    measured = _measurement_set(f"{name} ({valid.environment})", samples, problem)
-                    measured = _usable_here(measured, valid, here, earlier, remarks, settings)
+                    measured = _measurement_set(f"{name} ({valid.environment})", samples, problem, settings)
+                    measured = _usable_here(measured, valid, here, earlier, remarks)
                     measured = _completed(measured, _compared_backends(judged), settings, predicted_here)
                     why = _why_undecided(measured, judged, settings)
                     earlier = measured
@@ -102,21 +102,14 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
         except (MeasurementError, SettingError) as error:
             remarks.append(sanitize(f"{name} is not used: {error}"))
     accepted = [each.backend for each in judged if each.accepted and each.backend not in earlier.failures]
-    predicted = dataclasses.replace(
-        predicted_here(accepted), failures=earlier.failures, silent_seconds=earlier.silent_seconds, slow=earlier.slow
-    )
+    predicted = dataclasses.replace(predicted_here(accepted), failures=earlier.failures, slow=earlier.slow)
     if predicted.times and not _why_undecided(predicted, judged, settings):
         return dataclasses.replace(predicted, remarks=(*remarks, *predicted.remarks))
     return first or MeasurementSet(remarks=(*remarks, *predicted.remarks))
 
 
 def _usable_here(
-    measured: MeasurementSet,
-    valid: _ValidSamples,
-    here: Environment,
-    earlier: MeasurementSet,
-    remarks: list[str],
-    settings: Settings,
+    measured: MeasurementSet, valid: _ValidSamples, here: Environment, earlier: MeasurementSet, remarks: list[str]
 ) -> MeasurementSet:
     """A source's times, with what is said of them on this machine.
 
@@ -127,7 +120,6 @@ def _usable_here(
         earlier: of the source before, with the failures of all before: a backend that failed there is not chosen by the
             times of this one.
         remarks: on earlier sources.
-        settings: they say how long a start waits for a backend.
     """
     times = {backend: each for backend, each in measured.times.items() if backend not in earlier.failures}
     errors, changed = release_errors(times, valid.environment, here)
@@ -140,8 +132,7 @@ def _usable_here(
     if tiles and not environment.same_kernel_code(valid.environment, here):
         tiles = {}
         said.append("measured tile configurations are ignored: other kernel sources or another Triton")
-    silent = {name: seconds for name, seconds in measured.silent_seconds.items() if name not in outdated}
-    slow = {name for name in found if may_be_slow(silent.get(name, 0.0), settings.measure_at_start)}
+    has_failed = earlier.failures.keys() - earlier.slow
     return MeasurementSet(
         times,
         measured.source,
@@ -149,8 +140,7 @@ def _usable_here(
         tuple(said),
         tiles,
         errors,
-        silent_seconds={**earlier.silent_seconds, **silent},
-        slow=earlier.slow - set(found) | slow,
+        slow=(earlier.slow - found.keys()) | (measured.slow & found.keys()) - has_failed,
     )
 
 
@@ -328,7 +318,7 @@ def _activations(name: str, problem: Problem) -> str:
         return ""
 
 
-def _measurement_set(source: str, samples: Iterable[Sample], problem: Problem) -> MeasurementSet:
+def _measurement_set(source: str, samples: Iterable[Sample], problem: Problem, settings: Settings) -> MeasurementSet:
     """The times of the backends of this process.
 
     Left out are backends that quantize activations differently here than where they were measured, failures for lack of
@@ -348,17 +338,14 @@ def _measurement_set(source: str, samples: Iterable[Sample], problem: Problem) -
     counts = sorted({each.tokens for each in timed if each.routing == "uniform"})
     own = {name: [each for each in timed if each.backend == name] for name in times}
     tiles = {name: rows for name, found in own.items() if (rows := _tile_ranges(found, counts))}
-    return MeasurementSet(times, source, failures, tiles=tiles, silent_seconds=_silent_backends(known))
+    return MeasurementSet(times, source, failures, tiles=tiles, slow=_slow_backends(known, settings))
 
 
-def _silent_backends(samples: Iterable[Sample]) -> dict[str, float]:
-    """How long each backend was waited for that did not return, by the failure that is reported of it."""
-    failed: dict[str, list[Sample]] = {}
-    for each in samples:
-        if each.failure:
-            failed.setdefault(each.backend, []).append(each)
-    waited = {name: _first_failure(found).silent_seconds for name, found in failed.items()}
-    return {name: seconds for name, seconds in waited.items() if seconds}
+def _slow_backends(samples: Iterable[Sample], settings: Settings) -> set[str]:
+    """The backends that failed by nothing but silence for which a start's second attempt has more time."""
+    failed = [each for each in samples if each.failure]
+    rest = {each.backend for each in failed if not may_be_slow(each.silent_seconds, settings.measure_at_start)}
+    return {each.backend for each in failed} - rest
 
 
 def _says_something(sample: Sample, problem: Problem) -> bool:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from ..core.decision import Decision
 from ..core.problem import Problem
 from ..errors import NoBackendError, OracleError, sanitize
-from ..measurements.bench_records import needs_longer, silence_limits
 from ..measurements.kernel_shape import KernelShape, kernel_shape_of
 from ..oracle.registry import REFERENCE_BACKEND
 from ..oracle.selection import equivalent_backends
@@ -149,8 +148,7 @@ def _candidates(
 def _may_be_slow(problem: Problem, settings: Settings) -> bool:
     """Whether an earlier start killed a backend that another one would give more time."""
     found = backend_selection.measurements_for(problem, settings)
-    longest = silence_limits(settings.measure_at_start)[-1]
-    return found is not None and any(needs_longer(each, longest) for each in found.silent_seconds.values())
+    return found is not None and bool(found.slow)
 
 
 def _measure(

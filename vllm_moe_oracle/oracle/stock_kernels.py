@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..backends._stock_priority import CUTLASS_MXFP4, runs_declared_mxfp4
+from ..backends._stock_priority import CUTLASS_MXFP4, RUNS_CUTLASS_MXFP4, runs_declared_mxfp4
 from ..core.decision import Candidate
 from ..core.problem import Device, Problem
 from .registry import Registry
@@ -84,7 +84,7 @@ def kernel_of_stock(
     if device.kind != "cuda":
         return None
     if runs_declared_mxfp4(problem, device):
-        return StockKernel(CUTLASS_MXFP4, f"it runs {CUTLASS_MXFP4} here, MXFP4 by MXFP4, and no backend wraps that")
+        return StockKernel(CUTLASS_MXFP4, f"it {RUNS_CUTLASS_MXFP4}")
     ignored = NOT_ASKED_BY_STOCK | PADDED_BY_STOCK if problem.scheme.name == "mxfp4" else NOT_ASKED_BY_STOCK
     for each in stock_wrappers(candidates, registry):
         if {one.code for one in each.reasons} <= ignored:
