@@ -169,7 +169,7 @@ def explain_checkpoint(
     from .devices.catalog import known_device
     from .releases.all2all import DEFAULT_ALL2ALL
 
-    server = Server.make(
+    server = Server(
         device if isinstance(device, Device) else known_device(device),
         settings if settings is not None else settings_module.load(),
         Ranks(tp, dp, ep, all2all_backend or DEFAULT_ALL2ALL),
@@ -178,7 +178,7 @@ def explain_checkpoint(
         dtype=dtype,
         batch_invariant=batch_invariant,
         lora=lora,
-        lora_target_modules=lora_target_modules,
+        lora_target_modules=lora_target_modules,  # type: ignore[arg-type]  # checked there
         eplb=eplb,
         expert_placement_strategy=expert_placement_strategy,
     )

@@ -32,99 +32,59 @@ STOCK_ITSELF = "stock vLLM's own choice"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Server:
-    """A server with the plugin; `make` checks its options.
+    """A server with the plugin, by vLLM's options as a user gives them; the attributes have what vLLM makes of them.
 
     Attributes:
         device: its machine.
         settings: of the plugin.
-        ranks: vLLM's options of parallelism.
+        ranks: vLLM's options of parallelism; a release may make another all-to-all of the one that is given.
         moe_backend: vLLM's ``--moe-backend``.
-        draft_moe_backend: the ``moe_backend`` of vLLM's ``--speculative-config``, for multi-token prediction modules.
-        dtype: the model's; "auto" for the one that vLLM takes by itself.
+        draft_moe_backend: the ``moe_backend`` of vLLM's ``--speculative-config``, for multi-token prediction modules;
+            given as "" for that of the model, as in vLLM.
+        dtype: vLLM's ``--dtype``; "auto" for the one that vLLM takes by itself.
         batch_invariant: as vLLM's ``VLLM_BATCH_INVARIANT``.
         lora: LoRA adapters may be applied.
-        lora_target_modules: the modules that adapters are for; none for all.
+        lora_target_modules: the modules that adapters are for, given as any sequence; none for all.
         eplb: experts may move between ranks.
+        expert_placement_strategy: as vLLM's option.
         round_robin: vLLM is asked to place experts round-robin.
+
+    Raises:
+        SettingError: an option of another type, a number of ranks below one, options that contradict each other, or a
+            name of an all-to-all or a dtype that is unknown.
     """
 
     device: Device
     settings: Settings
     ranks: Ranks
-    moe_backend: str
-    draft_moe_backend: str
-    dtype: str
-    batch_invariant: bool
-    lora: bool
-    lora_target_modules: tuple[str, ...]
-    eplb: bool
-    round_robin: bool
+    moe_backend: str = AUTO
+    draft_moe_backend: str = ""
+    dtype: str = AUTO
+    batch_invariant: bool = False
+    lora: bool = False
+    lora_target_modules: tuple[str, ...] = ()
+    eplb: bool = False
+    expert_placement_strategy: dataclasses.InitVar[Placement | str] = "linear"
+    round_robin: bool = dataclasses.field(init=False, default=False)
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    @classmethod
-    def make(
-        cls,
-        device: Device,
-        settings: Settings,
-        ranks: Ranks,
-        *,
-        moe_backend: str = AUTO,
-        draft_moe_backend: str = "",
-        dtype: str = AUTO,
-        batch_invariant: bool = False,
-        lora: bool = False,
-        lora_target_modules: Sequence[str] = (),
-        eplb: bool = False,
-        expert_placement_strategy: Placement | str = "linear",
-    ) -> Server:
-        """A server, by vLLM's options as a user gives them.
-
-        Args:
-            device: see the class.
-            settings: see the class.
-            ranks: `Ranks.all2all` in the spelling of the command line; a release may make another one of it.
-            moe_backend: in the spelling of the command line.
-            draft_moe_backend: the same; "" for that of the model, as in vLLM.
-            dtype: vLLM's ``--dtype``.
-            batch_invariant: see the class.
-            lora: see the class.
-            lora_target_modules: see the class.
-            eplb: see the class.
-            expert_placement_strategy: as vLLM's option.
-
-        Raises:
-            SettingError: an option of another type, a number of ranks below one, options that contradict each other, or
-                a name of an all-to-all or a dtype that is unknown.
-        """
-        modules = lora_target_modules
+    def __post_init__(self, expert_placement_strategy: Placement | str) -> None:
+        modules: object = self.lora_target_modules
         if isinstance(modules, Sequence) and not isinstance(modules, str):
-            modules = tuple(modules)
-        given = cls(
-            device,
-            settings,
-            ranks,
-            moe_backend,
-            draft_moe_backend,
-            dtype,
-            batch_invariant,
-            lora,
-            modules,  # type: ignore[arg-type]  # checked there
-            eplb,
-            round_robin=False,
-        )
+            object.__setattr__(self, "lora_target_modules", tuple(modules))
+        check_fields(self)
+        ranks = self.ranks
         ranks.check()
-        model, draft = (each.lower().replace("-", "_") for each in (moe_backend, draft_moe_backend))  # as vLLM does
-        exchange = effective_all2all(ranks.all2all, device.packages.get("vllm"))
-        return dataclasses.replace(
-            given,
-            ranks=dataclasses.replace(ranks, all2all=exchange),
-            moe_backend=model,
-            draft_moe_backend=draft or model,
-            dtype=read_dtype_option(dtype),
-            round_robin=is_round_robin(expert_placement_strategy, eplb, ranks.spreads_experts),
-        )
+        model, draft = (each.lower().replace("-", "_") for each in (self.moe_backend, self.draft_moe_backend))
+        for name, value in {
+            "ranks": dataclasses.replace(
+                ranks, all2all=effective_all2all(ranks.all2all, self.device.packages.get("vllm"))
+            ),
+            "moe_backend": model,
+            "draft_moe_backend": draft or model,
+            "dtype": read_dtype_option(self.dtype),
+            "round_robin": is_round_robin(expert_placement_strategy, self.eplb, ranks.spreads_experts),
+        }.items():
+            object.__setattr__(self, name, value)
 
     def find_layers(self, read: CheckpointFiles, quantization: str = "") -> MoeLayers:
         """The layers of a checkpoint on one rank.

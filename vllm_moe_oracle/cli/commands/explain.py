@@ -171,7 +171,7 @@ def command(
     chosen = command_settings(assignments, additional_config, ignore_bad_profile=True, backend=backend)
     machine = _with_vllm(_resolve_device(device), vllm)
     invariant = batch_invariant_variable() if batch_invariant is None else batch_invariant
-    server = Server.make(
+    server = Server(
         machine,
         chosen,
         ranks,
@@ -180,7 +180,7 @@ def command(
         dtype=dtype,
         batch_invariant=invariant,
         lora=lora,
-        lora_target_modules=lora_target_modules or (),
+        lora_target_modules=tuple(lora_target_modules or ()),
         eplb=eplb,
         expert_placement_strategy=expert_placement_strategy,
     )
