@@ -177,6 +177,7 @@ class ServerRecord(msgspec.Struct, frozen=True):
     ranks: _Count = 1
     host: str = ""
     process: _Count = 0
+    program: str = ""
     load_began: float = 0.0
     load_ended: float = math.inf
 

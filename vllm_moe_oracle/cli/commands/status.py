@@ -184,42 +184,20 @@ def _build_report(chosen: Settings | None, registry: Registry, setting_error: st
     }
 
 
-class _ServerRecord(msgspec.Struct):
-    """What a server's process recorded, as `methods.load_summary` writes it.
-
-    Attributes:
-        process: its id.
-        program: its name.
-        vllm: the release.
-        rank: its rank among those that hold the model.
-        ranks: how many these are.
-        moe_layers: MoE layers of the model.
-        served: how many run through the oracle.
-        left_to_stock: reasons by name of a layer that no backend runs.
-        backends: how many layers each backend runs.
-    """
-
-    process: int
-    program: str
-    vllm: str
-    rank: int
-    ranks: int
-    moe_layers: int
-    served: int
-    left_to_stock: dict[str, str]
-    backends: dict[str, int] = {}
+_SERVER_FIELDS = ("process", "program", "vllm", "rank", "ranks", "moe_layers", "served", "left_to_stock")
 
 
-def _running_servers() -> Iterator[_ServerRecord]:
-    """One record for each running server: that of its lowest rank, with which the others agree."""
+def _running_servers() -> Iterator[dict[str, Any]]:
+    """What is said of each running server: fields of its lowest rank's record, with which the others agree, and how
+    many layers each backend runs."""
     for records in decision_records.running_servers():
         with contextlib.suppress(msgspec.ValidationError):  # of another release
-            servers = [(msgspec.convert(each, _ServerRecord), each["groups"]) for each in records]
-            server, groups = min(servers, key=lambda each: each[0].rank)
+            ranks = (msgspec.convert(each, decision_records.ServerRecord) for each in records)
+            server = min(ranks, key=lambda each: each.rank)
             counts: Counter[str] = Counter()
-            for group in msgspec.convert(groups, list[decision_records.RecordedGroup]):
+            for group in server.groups:
                 counts[group.decision.backend] += len(group.layers)
-            yield msgspec.structs.replace(server, backends=dict(sorted(counts.items())))
+            yield {name: getattr(server, name) for name in _SERVER_FIELDS} | {"backends": dict(sorted(counts.items()))}
 
 
 def _cache_report(chosen: Settings) -> dict[str, Any]:
@@ -379,18 +357,18 @@ def _describe_backends(found: list[dict[str, Any]]) -> str:
     return ", ".join((f"{len(found) - len(others)} built in", *others))
 
 
-def _describe_server(server: _ServerRecord) -> Iterator[str]:
+def _describe_server(server: dict[str, Any]) -> Iterator[str]:
     """What a running server runs here, and a line for each reason why layers are stock vLLM's."""
-    place = f"process {server.process} ({server.program}), vLLM {server.vllm}"
-    backends = ", ".join(f"{name} x {count}" for name, count in server.backends.items())
-    words = f"{place}: {server.served} of {server.moe_layers} MoE layers run through the oracle"
+    place = "process {process} ({program}), vLLM {vllm}".format_map(server)
+    backends = ", ".join(f"{name} x {count}" for name, count in server["backends"].items())
+    words = f"{place}: {server['served']} of {server['moe_layers']} MoE layers run through the oracle"
     yield f"{words}: {backends}" if backends else words
     left: dict[str, list[str]] = {}
-    for layer, reason in server.left_to_stock.items():
+    for layer, reason in server["left_to_stock"].items():
         left.setdefault(reason, []).append(layer)
     for reason, layers in left.items():
         yield f"{compact_layer_names(layers)} left to stock vLLM: {reason}"
-    if (others := server.moe_layers - server.served - len(server.left_to_stock)) > 0:
+    if (others := server["moe_layers"] - server["served"] - len(server["left_to_stock"])) > 0:
         yield f"{others} more are stock vLLM's: unquantized, or in a format that is not served; its log names them"
 
 
