@@ -85,10 +85,10 @@ _TOPK_METHODS = ("noaux_tc", "greedy", "group_limited_greedy")
 _CORRECTION_BIAS_FIELDS = ("use_routing_bias", "moe_router_enable_expert_bias", "use_expert_bias")
 _SCALING_FIELDS = ("routed_scaling_factor", "router_scaling_factor", "moe_router_scaling_factor", "route_scale")
 ROUTING_FIELDS = (
-    *_RENORMALIZE_FIELDS, *_SCORING_FIELDS, *_CORRECTION_BIAS_FIELDS, *_SCALING_FIELDS, "topk_method", "n_group",
-    "topk_group", "use_grouped_topk", "num_expert_group", "num_hash_layers",
+    *_RENORMALIZE_FIELDS, *_SCORING_FIELDS, *_CORRECTION_BIAS_FIELDS, "topk_method", "n_group", "topk_group",
+    "use_grouped_topk", "num_expert_group", "num_hash_layers",
 )  # fmt: skip
-"""Fields that say how experts are chosen and weighted."""
+"""Fields that say how experts are chosen and weighted, but for factors: nothing depends on a finite one."""
 
 
 def layer_problem(

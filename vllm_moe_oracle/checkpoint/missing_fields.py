@@ -26,7 +26,7 @@ def with_defaults(model: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     kind = SAME_AS.get(kind, kind)
     if kind not in DEFAULTS:
         return model
-    others = OTHER_NAMES.get(kind, {})
+    others = {other: own for (other, own), kinds in OTHER_NAMES.items() if kind in kinds}
     stated = {others.get(name, name) for name in model}
     if states_first_layer(model):
         stated |= set(FIRST_LAYER_FIELDS)
