@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.e2e import run_generate
-from tests.gpu import reload
+from tests.lib import checkpoints
 from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 from vllm_moe_oracle.devices import detect
@@ -40,6 +40,11 @@ FP8 = "hopper_mxfp4_w4a8"
 FEW_TOKENS = 480
 """Most tokens that `FP8` leaves to another backend: 120 an expert, of 16 experts with 4 a token."""
 FP8_BATCHES = (4, FEW_TOKENS, FEW_TOKENS + 8)
+SIZE = checkpoints.Size(hidden=512, intermediate=256, experts=16, top_k=4, heads=8, head_dim=64)
+PROMPT = [5, 6, 7, 8, 9, 10]
+TOKENS = 24
+ALPHABET = list(range(PROMPT[-1] + 1, PROMPT[-1] + 1 + TOKENS))
+"""What the models say after the prompt."""
 
 
 def samples() -> list[Sample]:
@@ -93,7 +98,7 @@ def run(log: Path, *words: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return reload.write(tmp_path_factory.mktemp("model"), "mxfp8:auto", 0)
+    return str(checkpoints.write_checkpoint(tmp_path_factory.mktemp("model"), size=SIZE))
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +139,9 @@ def assert_decoded(seen: dict[str, Any], batch: int, kernels: dict[str, set[str]
         backend: the one that a step of so many tokens runs; the other may run the prompts.
     """
     found = seen["batches"][str(batch)]
-    assert found["text"] == [reload.ALPHABET] * batch
+    assert found["text"] == [ALPHABET] * batch
     ran = {name: sum(found["kernels"].get(each, 0) for each in own) for name, own in kernels.items()}
-    steps = 2 * (reload.TOKENS - 1)  # one kernel of each a layer and step; the first token comes with the prompt
+    steps = 2 * (TOKENS - 1)  # one kernel of each a layer and step; the first token comes with the prompt
     (other,) = {*kernels} - {backend}
     assert ran[backend] >= steps and ran[other] < steps / 2, (ran, sorted(found["kernels"]))
 
@@ -156,7 +161,8 @@ def test_a_restart_with_the_same_cache_decides_and_says_the_same(folder: str, tm
 @pytest.fixture(scope="module")
 def seen_fp8(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("mxfp4")
-    return run(folder / "log", "watch_fp8", reload.write(folder, "mxfp4:auto", 0))
+    path = checkpoints.write_checkpoint(folder / "model", arch="gpt_oss", format="mxfp4", size=SIZE)
+    return run(folder / "log", "watch_fp8", str(path))
 
 
 def test_fp8_products_by_name_leave_few_tokens_to_16_bits(seen_fp8: dict[str, Any]) -> None:
@@ -191,10 +197,10 @@ def watched(llm: Any, batches: tuple[int, ...]) -> dict[str, Any]:
         {"steps": steps_of(each), "dispatches": each.token_dispatch is not None, "copies": len(each.weight_copies)}
         for each in methods(llm)
     ]
-    parameters = SamplingParams(max_tokens=reload.TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
+    parameters = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
     found = {}
     for batch in batches:
-        prompts = [{"prompt_token_ids": reload.PROMPT} for _ in range(batch)]
+        prompts = [{"prompt_token_ids": PROMPT} for _ in range(batch)]
         llm.reset_prefix_cache()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
             outputs = llm.generate(prompts, parameters, use_tqdm=False)
@@ -211,8 +217,8 @@ def say(folder: str, cache: str) -> dict[str, Any]:
     from vllm import SamplingParams
 
     llm = started(folder, cache=cache)
-    parameters = SamplingParams(max_tokens=reload.TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
-    prompts = [reload.PROMPT, [40, 3, 17, 33, 8], [11] * 9]
+    parameters = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
+    prompts = [PROMPT, [40, 3, 17, 33, 8], [11] * 9]
     outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], parameters, use_tqdm=False)
     decided = methods(llm)
     return {
