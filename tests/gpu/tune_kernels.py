@@ -10,13 +10,15 @@ filled; medians in microseconds, their mean over several draws of experts: with 
 programs that just fit the card at once in one draw do not in the next.
 Per number of tokens the second product's tile is searched with the first's fixed, then the first's, then the options.
 
-``--few`` tries only tiles that the shipped table holds several times, and ``--rows`` takes numbers of rows per active
-expert instead of tokens: shapes without a table of their own are tuned so, to judge `heuristic_config` by.
+``--pairs`` times every pair of tiles of one height, for a few experts with up to 128 rows each: all of them with
+medians of 5 and means of two draws of experts, then the six fastest and the one in use with medians of 15 and means of
+six.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -34,7 +36,7 @@ import triton
 from vllm_moe_oracle.kernels import config as configs
 from vllm_moe_oracle.kernels import heuristic
 from vllm_moe_oracle.kernels.fused_moe import fused_moe, workspace_layout
-from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig, config_errors
 from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
 from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights, code_bits, has_rebased_scales
 from vllm_moe_oracle.measurements import model_shapes
@@ -191,12 +193,6 @@ def candidates(
     return found, found
 
 
-def few_candidates(scheme: str, weights: PackedWeights, rows: float) -> tuple[list[TileConfig], list[TileConfig]]:
-    """Tiles that shapes of the shipped table use with about as many rows per active expert."""
-    found = [tile for most, least, tiles in FEW if least <= rows <= most for tile in tiles]
-    return found, found + (sweeping(scheme, weights.intermediate) if rows <= 24 else [])
-
-
 def straight(scheme: str, columns: int) -> list[TileConfig]:
     """Tiles without a loop whose parts of the columns are even and whose weights fit registers."""
     found = []
@@ -324,34 +320,26 @@ WIDE = [
     TileConfig(256, 128, 64, num_warps=8, num_stages=3),
 ]
 
-# (most rows per active expert, fewest, tiles), for `few_candidates`.
-FEW = (
-    (15.0, 0.0, [
-        TileConfig(16, 256, 64, scale_accumulators=False),
-        TileConfig(16, 128, 128, num_stages=3, maxnreg=128, scale_accumulators=False),
-        TileConfig(16, 128, 128, maxnreg=128),
-        TileConfig(16, 128, 128, num_stages=3),
-        TileConfig(16, 64, 128),
-        TileConfig(16, 64, 256, num_stages=3),
-    ]),
-    (36.0, 8.0, [
-        TileConfig(32, 128, 128, num_stages=3),
-        TileConfig(32, 128, 64),
-        TileConfig(32, 128, 64, scale_accumulators=False),
-        TileConfig(32, 128, 64, maxnreg=128, scale_accumulators=False),
-        TileConfig(32, 256, 64, scale_accumulators=False),
-    ]),
-    (80.0, 20.0, [
-        TileConfig(48, 128, 64),
-        TileConfig(48, 128, 128, num_stages=3),
-        TileConfig(48, 256, 64, num_stages=3, scale_accumulators=False),
-    ]),
-    (1e9, 40.0, [
-        TileConfig(64, 128, 64),
-        TileConfig(64, 128, 128, num_warps=8, num_stages=3),
-        TileConfig(128, 128, 64, num_warps=8, num_stages=3),
-    ]),
-)  # fmt: skip
+# For `every_pair`.
+PAIRED = [
+    TileConfig(64, 128, 64),
+    TileConfig(64, 128, 64, scale_accumulators=False),
+    TileConfig(64, 128, 64, num_stages=3, scale_accumulators=False),
+    TileConfig(64, 256, 64, num_warps=8, num_stages=3, scale_accumulators=False),
+    TileConfig(64, 256, 64, num_warps=8, scale_accumulators=False),
+    TileConfig(64, 256, 64, num_warps=8, num_stages=3),
+    TileConfig(128, 128, 64, num_warps=8, num_stages=3, scale_accumulators=False),
+    TileConfig(128, 128, 64, num_warps=8, scale_accumulators=False),
+    TileConfig(128, 128, 64, num_warps=8),
+    TileConfig(128, 256, 64, num_warps=8, num_stages=3, scale_accumulators=False),
+    TileConfig(128, 256, 64, num_warps=8, num_stages=3),
+    TileConfig(96, 128, 64, num_stages=3, scale_accumulators=False),
+    TileConfig(96, 256, 64, num_warps=8, num_stages=3, scale_accumulators=False),
+    TileConfig(80, 128, 64, num_stages=3, scale_accumulators=False),
+    TileConfig(80, 256, 64, num_warps=8, num_stages=3, scale_accumulators=False),
+    TileConfig(48, 256, 64, num_stages=3, scale_accumulators=False),
+    TileConfig(32, 256, 64, scale_accumulators=False),
+]
 
 
 def compile_some(jobs: list[tuple[str, str, int, LaunchConfig]]) -> None:
@@ -393,6 +381,24 @@ def pairs(current: LaunchConfig, ups: list[TileConfig], downs: list[TileConfig])
             up = replace(tile, n_tiles=1, split_k=1)
             found.append(replace(current, gate_up=up, down=tile, fuse_sum=False))
     return list(dict.fromkeys(found))
+
+
+def every_pair(weights: PackedWeights, top_k: int, current: LaunchConfig) -> list[LaunchConfig]:
+    """The configuration in use, and every pair of `PAIRED` of one height; the second product with 1, 2 and the number
+    in use of programs for its columns, where the kernels add up their sums."""
+    found = [current]
+    for up, down in itertools.product(PAIRED, PAIRED):
+        parts = (1,) if down.bm_rest else sorted({1, 2, current.down.split_k})
+        same = [LaunchConfig(up, replace(down, split_k=each)) for each in parts if down.bm == up.bm]
+        found += [config for config in same if not config_errors(weights, top_k, config)]
+    return list(dict.fromkeys(found))
+
+
+def covering(found: list[LaunchConfig]) -> list[LaunchConfig]:
+    """Those of some configurations that hold every tile of both products: what must be compiled."""
+    firsts = {config.gate_up: config for config in reversed(found)}
+    seconds = {config.down: config for config in reversed(found)}
+    return list(dict.fromkeys([*firsts.values(), *seconds.values()]))
 
 
 def options(config: LaunchConfig) -> list[LaunchConfig]:
@@ -479,8 +485,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cell", action="append", required=True)
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512")
-    parser.add_argument("--rows", help="rows per active expert, instead of --tokens")
-    parser.add_argument("--few", action="store_true", help="only tiles that the shipped table uses")
+    parser.add_argument("--pairs", action="store_true", help="every pair of a list of tiles, for few experts")
     parser.add_argument("--json", required=True)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="0: compiled before, or as needed")
     parser.add_argument("--replays", type=int, default=11)
@@ -497,17 +502,12 @@ def main() -> None:
         named = [PrefillConfig()] if tokens >= args.prefill else []
         return list(dict.fromkeys([*named, *([used] if isinstance(used, PrefillConfig) else [])]))
 
-    def tiles(scheme: str, weights: PackedWeights, shape: str, tokens: int):
-        if not args.few:
-            return candidates(scheme, weights, shape, tokens)
-        return few_candidates(scheme, weights, rows_per_expert(shape, tokens))
-
     counts = [int(t) for t in args.tokens.split(",")]
     cells: list[tuple[str, str, list[int]]] = []
     for cell in args.cell:
         scheme, shape, *tokens = cell.split(":")
         own = [int(t) for t in tokens[0].split(",")] if tokens else counts
-        cells.append((scheme, shape, [tokens_for(shape, float(r)) for r in args.rows.split(",")] if args.rows else own))
+        cells.append((scheme, shape, own))
     jobs, first = [], []
     for scheme, shape, counts in cells:
         weights = stored(scheme, shape, "meta")
@@ -516,7 +516,11 @@ def main() -> None:
         first += [(scheme, shape, tokens, config) for tokens, config in sorted(persistent, key=str)[-1:]]  # the longest
         for tokens in counts:
             current = configs.choose_launch_config(weights, sizes_of(shape)[0][1], tokens)
-            for pair in pairs(current, *tiles(scheme, weights, shape, tokens)):
+            if args.pairs:
+                tried = covering(every_pair(weights, sizes_of(shape)[0][1], current))
+            else:
+                tried = pairs(current, *candidates(scheme, weights, shape, tokens))
+            for pair in tried:
                 for config in (pair, *options(pair)):
                     if config not in seen:
                         seen.add(config)
@@ -532,11 +536,17 @@ def main() -> None:
         for tokens in counts:
             if time.time() - start > args.seconds:
                 break
-            others = persistent_of(weights, shape, tokens)
-            timer = Timer(weights, scheme, shape, tokens, args.replays, others, args.draws)
-            current = configs.choose_launch_config(weights, sizes_of(shape)[0][1], tokens)
-            used = configs.choose_config(weights, sizes_of(shape)[0][1], tokens)
-            best = timer.search(current, *tiles(scheme, weights, shape, tokens))
+            others, top_k = persistent_of(weights, shape, tokens), sizes_of(shape)[0][1]
+            current = configs.choose_launch_config(weights, top_k, tokens)
+            used = configs.choose_config(weights, top_k, tokens)
+            if args.pairs:
+                trial = Timer(weights, scheme, shape, tokens, 5, [], 2)
+                trial.best([used, *every_pair(weights, top_k, current)])
+                timer = Timer(weights, scheme, shape, tokens, 15, [], 6)
+                best = timer.best([used, *sorted(trial.times, key=trial.times.__getitem__)[:6]])
+            else:
+                timer = Timer(weights, scheme, shape, tokens, args.replays, others, args.draws)
+                best = timer.search(current, *candidates(scheme, weights, shape, tokens))
             ranked = sorted(timer.times.items(), key=lambda item: item[1])
             rows.append({"scheme": scheme, "shape": shape, "sizes": sizes_of(shape), "tokens": tokens,
                          "us": timer.times[best],
