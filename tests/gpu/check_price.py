@@ -4,8 +4,6 @@ conversion.
     python tests/gpu/check_price.py --json price.json            three layers, each in a process of its own, timed alone
     python tests/gpu/check_price.py --layer mxfp8:qwen3_silu:hopper_mxfp8         one of them, in this process
     python tests/gpu/check_price.py --device cpu --layer mxfp8:tiny_silu:cpu_dequantized      without a GPU
-    python tests/gpu/check_price.py --host      on any machine: tiny layers, as many calls as on a GPU, whose kernel
-                                                does nothing; processor time of one thread, and operations
 
 A layer is ``SCHEME:CASE:BACKEND``, with a case of ``table_SCHEME.py``. Printed are
 
@@ -22,9 +20,9 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import dataclasses
 import functools
 import gc
+import itertools
 import json
 import os
 import pstats
@@ -256,7 +254,7 @@ def parts_of_check(check: Callable[[Parts], object], device: str, count: int) ->
     """A check by parts, as medians of `count` runs; prints it."""
     runs = [Parts() for _ in range(count)]
     alone = [Parts(functools.partial(synchronize, device)) for _ in range(count)]
-    for parts in chain_pairs(runs, alone):
+    for parts in itertools.chain.from_iterable(zip(runs, alone, strict=True)):  # in turn
         check(parts)
     plain = Parts()
     with plain.counted():
@@ -319,78 +317,6 @@ def parts_of_conversions(
     return found
 
 
-HOST_LAYERS = {"mxfp8": ("tiny_silu", 16, 8), "wna16": ("tiny_g32", 16, 8), "mxfp4": ("tiny_oai", 8, 4)}
-"""Case, experts and top-k by scheme: as many experts in a check as of the layers in `LAYERS`."""
-
-
-class NoKernel:
-    """This project's conversion, and a kernel that copies its input."""
-
-    name, monolithic, stock_class = "no_kernel", False, ""
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def hand_overs(self, problem: Any, most: int) -> tuple[int, ...]:
-        """One, beyond which a call has many tokens."""
-        return (600,) if most > 600 else ()
-
-    def build_experts(self, tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
-        """With a workspace."""
-
-        def run(out: torch.Tensor, x: torch.Tensor, *more: Any) -> None:
-            out.copy_(x)
-
-        return builder.from_workspace_function(run, lambda tokens, top_k: 4 * tokens * top_k)
-
-
-def measure_host(count: int) -> list[dict[str, Any]]:
-    """What the host does besides its kernels' work; prints a line for each scheme."""
-    from vllm_moe_oracle import plugin
-    from vllm_moe_oracle.core.decision import ShardPlan
-    from vllm_moe_oracle.oracle.registry import default_registry
-    from vllm_moe_oracle.verification import inputs, self_check
-
-    torch.set_num_threads(1)
-    backend_table.join_alone("cpu")
-    plugin.register()
-    results = []
-    for scheme, (name, experts, top_k) in HOST_LAYERS.items():
-        table = backend_table.table_of(scheme)
-        case = dataclasses.replace(table.cases[name], experts=experts, top_k=top_k)
-        made = backend_table.build(table, case, table.checkpoint(case, "cpu"), "cpu", "auto", own="emulation")
-        method, backend = made.method, NoKernel(default_registry()[f"hopper_{scheme}"])
-        check = functools.partial(
-            backend_table._checked, made, backend, method.adapter, ShardPlan(case.hidden, case.inner)
-        )
-        with mock.patch.multiple(self_check, _HOST_VALUES=1 << 40), mock.patch.multiple(inputs, _HOST_PRODUCTS=1 << 60):
-            check()
-            each = []
-            for _ in range(count):
-                start = time.thread_time()
-                check()
-                each.append(1e3 * (time.thread_time() - start))
-            parts = Parts()
-            with parts.counted(), parts.timed():
-                check()
-        operations = sum(parts.operations.values())
-        print(f"{scheme}: median {statistics.median(each):.1f} ms, least {min(each):.1f}; {operations} operations")
-        results.append({"scheme": scheme, "each_ms": each, "operations": dict(parts.operations), "passed": True})
-        made.close()
-    plugin.unregister()
-    backend_table.leave()
-    return results
-
-
-def chain_pairs(left: list[Parts], right: list[Parts]) -> Iterator[Parts]:
-    """In turn."""
-    for pair in zip(left, right, strict=True):
-        yield from pair
-
-
 def table_of_parts(plain: dict[str, float], alone: dict[str, float], counts: Parts) -> dict[str, Any]:
     """Prints a line for each part, and returns the figures."""
     print(f"{'part':22} {'ms':>8} {'waited':>8} {'calls':>6} {'ops':>6} {'waits':>6}")
@@ -447,17 +373,12 @@ def main() -> None:
     parser.add_argument("--layer", action="append", help="SCHEME:CASE:BACKEND")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--count", type=int, default=7)
-    parser.add_argument(
-        "--host", action="store_true", help="only tiny layers whose kernel does nothing, on any machine"
-    )
     parser.add_argument("--profile", action="store_true", help="also print the functions that take the host's time")
     parser.add_argument("--json", help="file to write")
     parser.add_argument("--quiet", default="", help="of a process: the lock that they share while they work")
     args = parser.parse_args()
     layers = args.layer or list(LAYERS)
-    if args.host:
-        results, status = measure_host(args.count), 0
-    elif len(layers) == 1:
+    if len(layers) == 1:
         results = [measure(layers[0], args.device, args.count, args.profile, backend_table.Quiet(args.quiet))]
         status = 0 if results[0]["passed"] else 1
     else:
