@@ -686,6 +686,22 @@ def assert_faults_show(table: Table, case: Case, name: str) -> None:
         plugin.unregister()
 
 
+_WEIGHTS = ("weight_packed", "qweight", "weight")
+"""Ends of the names of a layer's codes, by packing."""
+
+
+def stored(built: Built) -> dict[str, torch.Tensor]:
+    """The tensors that stock's expert class looks at, by canonical name."""
+    config = built.method.moe_kernel.fused_experts.quant_config
+    found = {}
+    for own, index in (("w13", 1), ("w2", 2)):
+        names = [f"{own}_{name}" for name in _WEIGHTS if hasattr(built.layer, f"{own}_{name}")]
+        found[own] = getattr(built.layer, names[0])
+        for suffix, attribute in (("scale", "scale"), ("zero_point", "zp"), ("bias", "bias")):
+            found[f"{own}_{suffix}"] = getattr(config, f"w{index}_{attribute}")
+    return {name: tensor.data.clone() for name, tensor in found.items() if tensor is not None}
+
+
 def assert_same_bytes(tensor: torch.Tensor, expected: torch.Tensor, name: str, same: bool = True) -> None:
     """Asserts that two tensors of one shape hold the same bytes, or, with `same` false, that they do not."""
     assert tensor.shape == expected.shape and tensor.element_size() == expected.element_size(), name

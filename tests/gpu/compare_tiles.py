@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -117,7 +117,7 @@ def summarize(rows: list[dict[str, Any]]) -> None:
         groups[f"{row['scheme'].partition('_')[0]:6s} {least:4d}+ rows"].append(row["before"] / row["after"])
         groups[f"{row['scheme'].partition('_')[0]:6s} all"].append(row["before"] / row["after"])
     for name, ratios in sorted(groups.items()):
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        mean = statistics.geometric_mean(ratios)
         print(f"{name:20s} {len(ratios):4d} cells, {mean:.3f} times as fast, {min(ratios):.2f} to {max(ratios):.2f}")
     for row in sorted(rows, key=lambda row: row["before"] / row["after"])[:25]:
         print(f"{row['before'] / row['after']:.2f} {row['scheme']}:{row['shape']} {row['tokens']} tokens, "

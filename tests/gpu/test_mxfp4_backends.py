@@ -3,13 +3,11 @@ backends does not reach."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from tests.gpu import backend_table
-from tests.gpu.backend_table import Built, Case, Checkpoint
+from tests.gpu.backend_table import Case, Checkpoint
 from tests.gpu.table_mxfp4 import _OAI, _SILU, GPT_OSS, OTHERS, TABLE
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import default_registry
@@ -23,17 +21,6 @@ CASES = (
     Case("padded_oai", GPT_OSS, 8, 2, 320, 96, **_OAI),
     Case("padded_silu", OTHERS, 8, 2, 288, 96, **_SILU),
 )
-
-
-def stored(built: Built) -> dict[str, Any]:
-    """The tensors that stock's expert class looks at, by canonical name."""
-    config = built.method.moe_kernel.fused_experts.quant_config
-    found = {}
-    for own, index in (("w13", 1), ("w2", 2)):
-        found[own] = getattr(built.layer, f"{own}_weight")
-        for suffix in ("scale", "bias"):
-            found[f"{own}_{suffix}"] = getattr(config, f"w{index}_{suffix}")
-    return {name: tensor.data.clone() for name, tensor in found.items() if tensor is not None}
 
 
 def canonical(case: Case, checkpoint: Checkpoint, expert: int) -> dict[str, torch.Tensor]:
@@ -52,7 +39,7 @@ def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
     built = backend_table.build(TABLE, case, checkpoint, "cuda", TABLE.stock[name])
     built.convert()
     assert type(built.method.moe_kernel.fused_experts).__name__ == backend.stock_class_name
-    expected = stored(built)
+    expected = backend_table.stored(built)
     built.close()
     plan = backend.plan(problem, detect.detect())
     for expert in range(case.experts):

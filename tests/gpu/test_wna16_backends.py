@@ -6,12 +6,11 @@ from __future__ import annotations
 import re
 import traceback
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.gpu import backend_table
-from tests.gpu.backend_table import Built, Case
+from tests.gpu.backend_table import Case
 from tests.gpu.table_wna16 import CT, TABLE, _scheme
 from tests.lib.wna16_canonical import to_canonical
 from vllm_moe_oracle import plugin
@@ -66,19 +65,6 @@ STOCK_REFUSES: dict[str, tuple[tuple[type[Exception] | tuple[type[Exception], ..
 other error fails."""
 STOCK_DROPS = {("0.26.0", "marlin_wna16", "bias"): {"w13_bias", "w2_bias"}}
 """Tensors of a case that a release's stock leaves out: until 0.26 the layer's loader drops biases of single experts."""
-WEIGHTS = ("weight_packed", "qweight", "weight")
-
-
-def stored(built: Built) -> dict[str, Any]:
-    """The tensors that stock's expert class looks at, by canonical name."""
-    config = built.method.moe_kernel.fused_experts.quant_config
-    found = {}
-    for own, index in (("w13", 1), ("w2", 2)):
-        names = [f"{own}_{name}" for name in WEIGHTS if hasattr(built.layer, f"{own}_{name}")]
-        found[own] = getattr(built.layer, names[0])
-        for suffix, attribute in (("scale", "scale"), ("zero_point", "zp"), ("bias", "bias")):
-            found[f"{own}_{suffix}"] = getattr(config, f"w{index}_{attribute}")
-    return {name: tensor.data.clone() for name, tensor in found.items() if tensor is not None}
 
 
 def refused(name: str, error: Exception) -> bool:
@@ -101,7 +87,7 @@ def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
         built.convert()
         if type(built.method.moe_kernel.fused_experts).__name__ != backend.stock_class_name:
             pytest.skip("stock runs something else")
-        expected = stored(built)
+        expected = backend_table.stored(built)
     except Exception as error:
         if not refused(name, error):
             raise

@@ -20,6 +20,7 @@ import msgspec
 from vllm_moe_oracle.core.problem import Activation, Parallel, Problem, Routing, Scheme
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.measurements import model_shapes
+from vllm_moe_oracle.measurements.kernel_shape import KernelShape, kernel_shape_of
 from vllm_moe_oracle.measuring.benchmarks import BenchOptions, bench, conditions
 from vllm_moe_oracle.settings import Settings
 
@@ -136,6 +137,11 @@ HELD_OUT = (
 )
 """Layers that `fit_latency` and `merge_times` refuse, timed only if `--only` names them. Their times judge the choices
 of `tests.tools.oracle_quality`."""
+
+
+def by_shape() -> dict[KernelShape, Problem]:
+    """The layers of `LAYERS` and of `shapes.json` by what their times depend on."""
+    return {kernel_shape_of(each): each for each in (*LAYERS, *model_shapes.served_problems())}
 
 
 def main() -> int:

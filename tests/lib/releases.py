@@ -21,7 +21,7 @@ import sys
 import sysconfig
 import tomllib
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -106,24 +106,37 @@ def _default_sources() -> Path:
         return _installed()
 
 
-def _installed() -> Path:
-    """The Python files of the installed vLLM, copied into the cache."""
-    digest = hashlib.sha256(f"{sys.executable} {INSTALLED}".encode()).hexdigest()[:8]
-    folder = cache() / "installed" / f"{INSTALLED}-{digest}"
+def _kept(folder: Path, make: Callable[[Path], None]) -> Path:
+    """A folder of the cache. Where it is missing, `make` fills a new one, which is then renamed: what is in place is
+    always complete."""
     if not folder.is_dir():
-        with locked(f"installed-{folder.name}"):
+        with locked("-".join(folder.relative_to(cache()).parts)):
             if not folder.is_dir():
-                spec = importlib.util.find_spec("vllm")
-                assert spec is not None and spec.origin is not None
                 unfinished = folder.with_name(f"{folder.name}.unfinished")
                 shutil.rmtree(unfinished, ignore_errors=True)
-                package = Path(spec.origin).parent
-                for file in package.rglob("*.py"):
-                    copy = unfinished / "vllm" / file.relative_to(package)
-                    copy.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(file, copy)
+                unfinished.mkdir(parents=True)
+                try:
+                    make(unfinished)
+                except ReleaseUnavailable as error:
+                    raise ReleaseUnavailable(f"{error}. It is looked for in {folder}") from None
                 unfinished.rename(folder)
     return folder
+
+
+def _installed() -> Path:
+    """The Python files of the installed vLLM, copied into the cache."""
+
+    def make(folder: Path) -> None:
+        spec = importlib.util.find_spec("vllm")
+        assert spec is not None and spec.origin is not None
+        package = Path(spec.origin).parent
+        for file in package.rglob("*.py"):
+            copy = folder / "vllm" / file.relative_to(package)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+
+    digest = hashlib.sha256(f"{sys.executable} {INSTALLED}".encode()).hexdigest()[:8]
+    return _kept(cache() / "installed" / f"{INSTALLED}-{digest}", make)
 
 
 def _released(version: str) -> Path:
@@ -135,47 +148,50 @@ def _released(version: str) -> Path:
     """
     allowed = others_allowed or version == INSTALLED
     assert allowed, f"this test needs vLLM {version}, which is not the installed release: mark it `matrix`"
-    folder = cache() / "releases" / version
-    if folder.is_dir():
-        return folder
-    with locked(f"release-{version}"):
-        if folder.is_dir():
-            return folder
-        wheel = _download(version)
-        # Unpacked beside its place and then renamed: what is in place is always complete.
-        unfinished = folder.with_name(f"{version}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        with zipfile.ZipFile(wheel) as archive:
-            wanted = [name for name in archive.namelist() if name.endswith(".py") or ".dist-info/" in name]
-            archive.extractall(unfinished, wanted)
-        unfinished.rename(folder)
-        wheel.unlink()
-    return folder
+    options = ("--python-version=3.12", *(f"--platform={each}_x86_64" for each in _PLATFORMS))
+    return _kept(
+        cache() / "releases" / version,
+        lambda folder: _unpack(
+            downloaded(f"vllm=={version}", folder, *options),
+            lambda name: name.endswith(".py") or ".dist-info/" in name,
+        ),
+    )
 
 
-def _download(version: str) -> Path:
-    wheels = cache() / "wheels"
-    found = sorted(wheels.glob(f"vllm-{version}-*.whl"))
-    if found:
-        return found[0]
-    # Downloaded into a folder of its own: a file in `wheels` is always complete.
-    unfinished = wheels / f"{version}.unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+def downloaded(wanted: str, folder: Path, *options: str) -> Path:
+    """A wheel in a folder that had none.
+
+    Args:
+        wanted: the distribution, as pip asks for it.
+        folder: the folder.
+        options: of ``pip download``.
+
+    Raises:
+        ReleaseUnavailable: pip gave no wheel; the message holds pip's last line.
+    """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-    command += ["--no-deps", "--only-binary=:all:", "--python-version=3.12", "--dest", str(unfinished)]
-    command += [f"--platform={each}_x86_64" for each in _PLATFORMS]
-    result = subprocess.run([*command, f"vllm=={version}"], capture_output=True, text=True)
-    found = sorted(unfinished.glob("*.whl"))
-    if result.returncode or not found:
+    command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder), *options]
+    result = subprocess.run([*command, wanted], capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode or not wheels:
         said = (result.stderr or result.stdout).strip().splitlines()
-        raise ReleaseUnavailable(
-            f"vLLM {version} cannot be downloaded: {said[-1] if said else 'pip gave no wheel'}. "
-            f"Its sources are looked for in {cache() / 'releases' / version}"
-        )
-    wheel = found[0].rename(wheels / found[0].name)
-    shutil.rmtree(unfinished)
-    return wheel
+        raise ReleaseUnavailable(f"{wanted} cannot be downloaded: {said[-1] if said else 'pip gave no wheel'}")
+    return wheels[0]
+
+
+def _unpack(wheel: Path, kept: Callable[[str], bool]) -> None:
+    """Unpacks those files of a wheel that are kept beside it, and removes it."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(wheel.parent, filter(kept, archive.namelist()))
+    wheel.unlink()
+
+
+def _asked_for(version: str, distribution: str) -> str:
+    """The version of a distribution that a release of vLLM asks for."""
+    (described,) = _released(version).glob("vllm-*.dist-info/METADATA")
+    lines = [line for line in described.read_text().splitlines() if distribution in line and "==" in line]
+    (wanted,) = {line.partition("==")[2].partition(";")[0].strip() for line in lines}
+    return wanted
 
 
 def flashinfer(version: str) -> tuple[str, str]:
@@ -190,20 +206,13 @@ def flashinfer(version: str) -> tuple[str, str]:
     Raises:
         ReleaseUnavailable: it is not there and cannot be downloaded.
     """
-    (described,) = _released(version).glob("vllm-*.dist-info/METADATA")
-    asked = {line.partition("==")[2] for line in described.read_text().splitlines() if "flashinfer-python==" in line}
-    (wanted,) = {each.partition(";")[0].strip() for each in asked}
-    file = cache() / "flashinfer" / wanted / _LAUNCHERS.rpartition("/")[2]
-    if not file.exists():
-        with locked(f"flashinfer-{wanted}"):
-            if not file.exists():
-                folder = file.parent.with_name(f"{wanted}.unfinished")
-                wheel = _wheel("flashinfer-python", wanted, folder)
-                with zipfile.ZipFile(wheel) as archive:
-                    (folder / file.name).write_bytes(archive.read(_LAUNCHERS))
-                wheel.unlink()
-                folder.rename(file.parent)
-    return wanted, file.read_text(encoding="utf-8")
+    wanted, name = _asked_for(version, "flashinfer-python"), _LAUNCHERS.rpartition("/")[2]
+
+    def make(folder: Path) -> None:
+        _unpack(downloaded(f"flashinfer-python=={wanted}", folder), _LAUNCHERS.__eq__)
+        (folder / _LAUNCHERS).rename(folder / name)
+
+    return wanted, (_kept(cache() / "flashinfer" / wanted, make) / name).read_text(encoding="utf-8")
 
 
 def humming(version: str) -> tuple[str, Path]:
@@ -218,38 +227,11 @@ def humming(version: str) -> tuple[str, Path]:
     Raises:
         ReleaseUnavailable: it is not there and cannot be downloaded.
     """
-    (described,) = _released(version).glob("vllm-*.dist-info/METADATA")
-    lines = [line for line in described.read_text().splitlines() if "humming-kernels" in line]
-    (wanted,) = {line.partition("==")[2].partition(";")[0].strip() for line in lines}
-    folder = cache() / "humming" / wanted
-    if not folder.is_dir():
-        with locked(f"humming-{wanted}"):
-            if not folder.is_dir():
-                unfinished = folder.with_name(f"{wanted}.unfinished")
-                wheel = _wheel("humming-kernels", wanted, unfinished)
-                with zipfile.ZipFile(wheel) as archive:
-                    archive.extractall(unfinished, [name for name in archive.namelist() if name.endswith(".py")])
-                wheel.unlink()
-                unfinished.rename(folder)
-    return wanted, folder
-
-
-def _wheel(distribution: str, version: str, folder: Path) -> Path:
-    """A wheel of a package that vLLM needs, downloaded into a new folder.
-
-    Raises:
-        ReleaseUnavailable: it cannot be downloaded.
-    """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-    command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder)]
-    result = subprocess.run([*command, f"{distribution}=={version}"], capture_output=True, text=True)
-    wheels = list(folder.glob("*.whl"))
-    if result.returncode or not wheels:
-        said = (result.stderr or result.stdout).strip().splitlines()
-        raise ReleaseUnavailable(f"{distribution} {version}: {said[-1] if said else 'pip gave no wheel'}")
-    return wheels[0]
+    wanted = _asked_for(version, "humming-kernels")
+    return wanted, _kept(
+        cache() / "humming" / wanted,
+        lambda folder: _unpack(downloaded(f"humming-kernels=={wanted}", folder), lambda name: name.endswith(".py")),
+    )
 
 
 _LAUNCHERS = "flashinfer/data/csrc/trtllm_fused_moe_kernel_launcher.cu"

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -29,13 +30,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tests.gpu.unlisted_layers import HELD_OUT, LAYERS
+from tests.gpu.unlisted_layers import HELD_OUT, LAYERS, by_shape
 from tests.tools.kernel_choices import UNLISTED, is_still_chosen, known_replaced
 from tests.tools.restamp_profiles import earlier_fingerprints
 from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.devices.catalog import find_spec
 from vllm_moe_oracle.measurements import latency_model as model
-from vllm_moe_oracle.measurements import model_shapes, profile
+from vllm_moe_oracle.measurements import profile
 from vllm_moe_oracle.measurements.bench_records import read_samples
 from vllm_moe_oracle.measurements.environment import Environment, kernel_sources_hash, same_kernel_code
 from vllm_moe_oracle.measurements.kernel_shape import KernelShape, kernel_shape_of
@@ -367,7 +368,7 @@ def compare_choices(
 def report(cells: Sequence[Cell]) -> None:
     """Prints how good predicted choices are."""
     behind = sorted(each for each, _ in cells)
-    gain = math.exp(math.fsum(math.log(each) for _, each in cells) / len(cells))
+    gain = statistics.geometric_mean(each for _, each in cells)
     within = sum(each <= 1.03 for each in behind) / len(behind)
     eight = sum(each > 1.08 for each in behind)
     print(f"{len(cells)} times of predicted choices: {within:.1%} within 3 % of the best backend")
@@ -385,10 +386,9 @@ def report_transfer(found: model.LatencyModel, rows: Sequence[Row]) -> None:
             ratios.setdefault((row.shape, row.gpu), []).append(math.log(us / row.us))
         means = [math.fsum(each) / len(each) for each in ratios.values()]
         cells = [value for each in ratios.values() for value in each]
-        layer, cell = (math.sqrt(math.fsum(value * value for value in each) / len(each)) for each in (means, cells))
-        print(f"{name:26s} {len(means):3d} layers: layer {layer:.1%}, time {cell:.1%}; "
+        print(f"{name:26s} {len(means):3d} layers: layer {_rms(means):.1%}, time {_rms(cells):.1%}; "
               f"on the fitted GPU {found.backends[name].error:.1%}")  # fmt: skip
-    problems = {kernel_shape_of(each): each for each in (*LAYERS, *model_shapes.served_problems())}
+    problems = by_shape()
     for gpu in sorted({row.gpu for row in rows}):
         own = [row for row in rows if row.gpu == gpu]
         report(compare_choices(found, [problems[shape] for shape in dict.fromkeys(row.shape for row in own)], own, gpu))
@@ -397,7 +397,7 @@ def report_transfer(found: model.LatencyModel, rows: Sequence[Row]) -> None:
 def report_families(found: model.LatencyModel, rows: Sequence[Row]) -> None:
     """Prints how choices by a model that leaves out a family compare with the family's times. Errors, which decide
     whether a prediction is used, are those of all families."""
-    problems = {kernel_shape_of(each): each for each in (*LAYERS, *model_shapes.served_problems())}
+    problems = by_shape()
     by_gpu: dict[str, list[Cell]] = {gpu: [] for gpu in GPUS}
     for family in sorted({row.family for row in rows}):
         rest = [row for row in rows if row.family != family]

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from tests.lib import golden_files
@@ -122,12 +122,6 @@ def ratios(data: dict[str, Any], span: tuple[int, int], of_bits: int, best: bool
     return found
 
 
-def mean(values: Iterable[float]) -> float:
-    """Geometric mean."""
-    logarithms = [math.log(value) for value in values]
-    return math.exp(math.fsum(logarithms) / len(logarithms))
-
-
 def against_stock(data: dict[str, Any]) -> str:
     """Geometric means by number of tokens, the worst cell in brackets."""
     heads = [f"{of}-bit, {whose}'s time / ours" for of in (4, 8) for whose in ("default", "best other")]
@@ -137,7 +131,7 @@ def against_stock(data: dict[str, Any]) -> str:
         for of in (4, 8):
             for best in (False, True):
                 found = ratios(data, span, of, best)
-                cells.append(f"{mean(r for r, _ in found):.2f} ({min(found)[0]:.2f})" if found else "")
+                cells.append(f"{geometric_mean(r for r, _ in found):.2f} ({min(found)[0]:.2f})" if found else "")
         rows.append([name, *cells])
     below = [
         f"{where} {ratio:.2f}" for of in (4, 8) for ratio, where in sorted(ratios(data, (1, 512), of, True))
@@ -216,12 +210,12 @@ def _token_rows(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, by_bits in TOKEN_AIMS.items():
         found = {of: [ratio for ratio, _ in ratios(data, SPANS[name], of, best=False)] for of in by_bits}
         both = [ratio for each in found.values() for ratio in each]
-        parts = "; ".join(f"{of}-bit {mean(each):.2f}" for of, each in found.items() if each)
+        parts = "; ".join(f"{of}-bit {geometric_mean(each):.2f}" for of, each in found.items() if each)
         asked = " and ".join(dict.fromkeys(f"{aim:g}" for aim in by_bits.values()))
         kind = " (4-bit, 8-bit)" if len(set(by_bits.values())) > 1 else ""
         if both:
             aim = f"{name} token{'s' * (name != '1')}: {asked} times the default{kind}"
-            yield aim, f"{mean(both):.2f} ({parts})"
+            yield aim, f"{geometric_mean(both):.2f} ({parts})"
 
 
 def aims(data: dict[str, Any]) -> str:
@@ -232,7 +226,7 @@ def aims(data: dict[str, Any]) -> str:
         found_rates = [roofline / us for roofline, us in _rooflines(data, (8, 64), of)]
         if found_rates:
             near = sum(rate >= aim for rate in found_rates)
-            reached = f"{mean(found_rates):.0%} in the mean, {near} of {len(found_rates)} cells"
+            reached = f"{geometric_mean(found_rates):.0%} in the mean, {near} of {len(found_rates)} cells"
             rows.append((f"8 to 64 tokens, {of}-bit: {aim:.0%} of the roofline's rate", reached))
     for words, span in (("up to 512 tokens", (1, 512)), ("from 1024 tokens", (1024, 1 << 30))):
         every = [pair for of in (4, 8) for pair in ratios(data, span, of, best=True)]

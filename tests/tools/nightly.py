@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -30,15 +29,8 @@ def download(folder: Path) -> Path:
     Raises:
         releases.ReleaseUnavailable: pip gave no wheel; the message holds pip's last line.
     """
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--pre", "--no-deps", "--only-binary=:all:"]
-    if index := os.environ.get("VLLM_NIGHTLY_INDEX"):
-        command += ["--index-url", index]
-    done = subprocess.run([*command, "--dest", str(folder), "vllm"], capture_output=True, text=True)
-    found = sorted(folder.glob("vllm-*.whl"))
-    if done.returncode or not found:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise releases.ReleaseUnavailable(said[-1] if said else "pip gave no wheel")
-    return found[0]
+    index = os.environ.get("VLLM_NIGHTLY_INDEX")
+    return releases.downloaded("vllm", folder, "--pre", *(("--index-url", index) if index else ()))
 
 
 def differences(wheel: Path, folder: Path) -> list[str]:

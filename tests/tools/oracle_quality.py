@@ -19,13 +19,14 @@ import dataclasses
 import itertools
 import json
 import math
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.unlisted_layers import HELD_OUT, LAYERS
+from tests.gpu.unlisted_layers import HELD_OUT, LAYERS, by_shape
 from tests.lib.readme_sections import markdown_table
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.core.measurement_set import Latencies, MeasurementSet
@@ -135,7 +136,7 @@ def summary(found: list[Row]) -> list[str]:
     """The quality of the choices, in lines of Markdown."""
     near = sum(row.behind <= WITHIN for row in found)
     worst = max(found, key=lambda row: row.behind)
-    against = [math.log(row.stock_us / row.us) for row in found if row.stock_us]
+    against = [row.stock_us / row.us for row in found if row.stock_us]
     lines = [
         f"* {near} of {len(found)} choices ({near / len(found):.1%}) within {WITHIN:.0%} of the fastest accepted "
         "backend that computes the same numbers",
@@ -143,9 +144,9 @@ def summary(found: list[Row]) -> list[str]:
         f"({worst.choice} {worst.us:.1f} us, {worst.best} {worst.best_us:.1f} us)",
     ]
     if against:
-        slower = sum(value < -math.log1p(WITHIN) for value in against)
+        slower = sum(value < 1 / (1 + WITHIN) for value in against)
         lines.append(
-            f"* against stock vLLM's default in the same run: {math.exp(math.fsum(against) / len(against)):.2f} times "
+            f"* against stock vLLM's default in the same run: {statistics.geometric_mean(against):.2f} times "
             f"as fast (geometric mean of {len(against)} times); slower by more than {WITHIN:.0%} in {slower}"
         )
     return lines
@@ -220,7 +221,7 @@ def left_out(chosen: settings.Settings) -> Iterator[LeftOut]:
     Args:
         chosen: settings under which the oracle decides.
     """
-    problems = {kernel_shape_of(each): each for each in (*LAYERS, *model_shapes.served_problems())}
+    problems = by_shape()
     for shipped in profile.shipped():
         cards = map(catalog.known_device, ("nvidia-h100", "nvidia-h200"))
         card = next(each for each in cards if catalog.is_same_gpu(each.name, shipped.environment.gpu))

@@ -7,7 +7,7 @@ a part of vllm_moe_oracle/kernels/RESULTS.md, from what `tests.gpu.tune_kernels`
 from __future__ import annotations
 
 import json
-import math
+import statistics
 from typing import Any
 
 from tests.lib.golden_files import FOLDER
@@ -58,6 +58,6 @@ def few_table() -> str:
 
 
 def _summary(ratios: list[float]) -> str:
-    mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+    mean = statistics.geometric_mean(ratios)
     within = sum(each <= 1.05 for each in ratios)
     return f"{mean:.3f} in the geometric mean, {within} of {len(ratios)} within 5 %, {max(ratios):.2f} at most"
