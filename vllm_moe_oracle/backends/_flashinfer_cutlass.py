@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..core.capabilities import Capabilities, Rule
 from ..core.decision import ShardPlan
-from ..core.problem import E8M0_BIAS, MX_BLOCK, Device, Problem
+from ..core.problem import E8M0_BIAS, Device, Problem
 from ..releases import min_versions
 from ._contract import Tensors
 from ._flashinfer_trtllm import EVEN_SPLIT_RULE, LINEAR_PLACEMENT_RULE, NO_EXPERT_MAP
@@ -29,8 +29,6 @@ CAPABILITIES = Capabilities(
     gated=("silu", "swigluoai"),
     activation_params=True,
     bias=True,
-    bits=(4,),
-    groups=(MX_BLOCK,),
     hidden_multiple=SIZE_MULTIPLE,
     intermediate_multiple=SIZE_MULTIPLE,
     apply_router_weight_on_input=True,

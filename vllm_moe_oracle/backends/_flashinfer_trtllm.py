@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..core.capabilities import Capabilities, Rule
 from ..core.decision import ShardPlan
-from ..core.problem import E8M0_BIAS, MX_BLOCK, Problem
+from ..core.problem import E8M0_BIAS, Problem
 from ..releases import min_versions
 from ._contract import Tensors
 from ._padding import pad_expert
@@ -29,7 +29,6 @@ MX_CAPABILITIES = Capabilities(
     dtypes=("bfloat16",),
     gated=("silu", "swigluoai"),
     activation_params=True,
-    groups=(MX_BLOCK,),
     hidden_multiple=HIDDEN_MULTIPLE,
     intermediate_multiple=INTERMEDIATE_MULTIPLE,
     experts_multiple=EXPERTS_MULTIPLE,

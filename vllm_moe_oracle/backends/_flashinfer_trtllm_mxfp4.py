@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MXFP8_ARITHMETIC = Numerics("MXFP4, in block-scaled tensor cores", "quantized to MXFP8 per token, in both products")
 """Numerics of the kernels that take MXFP8 activations."""
 
-CAPABILITIES = dataclasses.replace(MX_CAPABILITIES, bits=(4,), bias=True)
+CAPABILITIES = dataclasses.replace(MX_CAPABILITIES, bias=True)
 """Layers that all four support on routed ids."""
 
 ROUTING_CAPABILITIES = dataclasses.replace(

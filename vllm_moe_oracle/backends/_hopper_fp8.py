@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from ..core.decision import ShardPlan
-from ..core.problem import MX_BLOCK, Problem
+from ..core.problem import Problem
 from ._contract import Backend, Builder, Tensors
 from ._hopper import CAPABILITIES
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..kernels.fp8_weights import Fp8Weights
     from ..kernels.weights import PackedWeights
 
-FP8_CAPABILITIES = dataclasses.replace(CAPABILITIES, groups=(MX_BLOCK,), formats=("standard",), lora=False)
+FP8_CAPABILITIES = dataclasses.replace(CAPABILITIES, formats=("standard",), lora=False)
 """What the kernels take in every weight format."""
 
 ACTIVATION_NUMERICS = "quantized to e4m3 with one scale per token, in both products ({dtype} between them)"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..core.capabilities import Capabilities, Rule, package_at_least
 from ..core.decision import Numerics, ShardPlan
-from ..core.problem import E8M0_BIAS, MX_BLOCK, Device, Problem, SchemeName
+from ..core.problem import E8M0_BIAS, Device, Problem, SchemeName
 from ..core.sharding import loaded_group_size, round_up
 from ..releases import min_versions
 from ._contract import Builder, Tensors
@@ -46,7 +46,6 @@ _MX = Capabilities(
     ungated=STOCK_UNGATED,
     activation_params=True,
     bias=True,
-    groups=(MX_BLOCK,),
     apply_router_weight_on_input=True,
     eplb=True,
 )
@@ -125,7 +124,7 @@ WNA16 = HummingWeights(
 
 MXFP4 = HummingWeights(
     "mxfp4",
-    dataclasses.replace(_MX, bits=(4,)),
+    _MX,
     (swigluoai_rule(halves_since=min_versions.HUMMING_UNINTERLEAVED),),
     (
         *WNA16.stock_differences,
@@ -140,7 +139,7 @@ MXFP4 = HummingWeights(
 
 MXFP8 = HummingWeights(
     "mxfp8",
-    dataclasses.replace(_MX, bits=(8,)),
+    _MX,
     (
         *WNA16.rules,
         Rule(

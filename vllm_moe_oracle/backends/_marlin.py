@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.capabilities import Capabilities
 from ..core.decision import ShardPlan
-from ..core.problem import MX_BLOCK, Problem
+from ..core.problem import Problem
 from ._contract import Builder, Tensors
 from ._padding import order_rows_for_stock, pad_expert
 from ._stock import SM75_DIFFERENCE, StockBackend, StockDifference
@@ -31,7 +31,6 @@ MX_CAPABILITIES = Capabilities(
     ungated=STOCK_UNGATED,
     activation_params=True,
     bias=True,
-    groups=(MX_BLOCK,),
     hidden_multiple=HIDDEN_MULTIPLE,
     intermediate_multiple=INTERMEDIATE_MULTIPLE,
     apply_router_weight_on_input=True,
@@ -61,6 +60,7 @@ class MarlinMxBackend(MarlinBackend):
     """Marlin on e4m3 or e2m1 weights with e8m0 scales per 32."""
 
     stock_differences: ClassVar[tuple[StockDifference, ...]] = (SM75_DIFFERENCE,)
+    capabilities = MX_CAPABILITIES
 
     def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
         """Pads, then repacks codes, scales and biases.

@@ -66,8 +66,6 @@ class TritonKernelsBackend(StockBackend):
         gated=("swigluoai",),
         activation_params=True,
         bias=True,
-        bits=(4,),
-        groups=(MX_BLOCK,),
         hidden_multiple=_INTERMEDIATE_MULTIPLE,
         intermediate_multiple=_INTERMEDIATE_MULTIPLE,
     )

@@ -53,8 +53,6 @@ class CpuMxfp4(Backend):
         gated=("silu", "swigluoai"),
         activation_params=True,
         bias=True,
-        bits=(4,),
-        groups=(MX_BLOCK,),
         hidden_multiple=MX_BLOCK,
         intermediate_multiple=MX_BLOCK,
     )

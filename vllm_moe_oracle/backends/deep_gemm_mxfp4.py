@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from ..core.capabilities import Capabilities
 from ..core.decision import Numerics
-from ..core.problem import MX_BLOCK
 from ..releases import min_versions
 from ._deep_gemm import ACTIVATED_APART, SIZE_MULTIPLE, DeepGemmBackend
 from ._stock import EXPERTS, UNPROVEN_EPLB, StockDifference
@@ -46,8 +45,6 @@ class DeepGemmMxfp4(DeepGemmBackend):
         activation_params=True,
         # The class adds no biases.
         bias=False,
-        bits=(4,),
-        groups=(MX_BLOCK,),
         hidden_multiple=SIZE_MULTIPLE,
         intermediate_multiple=SIZE_MULTIPLE,
         apply_router_weight_on_input=True,

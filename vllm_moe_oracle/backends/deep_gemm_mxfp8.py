@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..core.capabilities import Capabilities
 from ..core.decision import Numerics
-from ..core.problem import MX_BLOCK
 from ..releases import min_versions
 from ._deep_gemm import SIZE_MULTIPLE, DeepGemmBackend
 from ._stock import EXPERTS
@@ -29,8 +28,6 @@ class DeepGemmMxfp8(DeepGemmBackend):
         dtypes=("bfloat16",),
         gated=("silu", "swigluoai"),
         activation_params=True,
-        bits=(8,),
-        groups=(MX_BLOCK,),
         hidden_multiple=SIZE_MULTIPLE,
         intermediate_multiple=SIZE_MULTIPLE,
         apply_router_weight_on_input=True,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from ..core.decision import Numerics
-from ..core.problem import MX_BLOCK, Problem
+from ..core.problem import Problem
 from ._hopper import BATCHED_SLOWER, CAPABILITIES, HopperBackend
 
 
@@ -14,7 +12,7 @@ class HopperMxfp4(HopperBackend):
 
     name = "hopper_mxfp4"
     schemes = ("mxfp4",)
-    capabilities = dataclasses.replace(CAPABILITIES, bits=(4,), groups=(MX_BLOCK,))
+    capabilities = CAPABILITIES
     # Exact while the dtype holds a row's spread of scales, which `HopperBackend.numerics` says for float16.
     arithmetic = Numerics("converted exactly to {dtype} and scaled in {dtype}", "left in {dtype}")
 

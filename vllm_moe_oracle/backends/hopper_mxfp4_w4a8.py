@@ -32,7 +32,7 @@ class HopperMxfp4W4A8(HopperFp8Backend):
     name = "hopper_mxfp4_w4a8"
     schemes = ("mxfp4",)
     # The codes' bits are stored for bfloat16: float16 has an order of its own.
-    capabilities = dataclasses.replace(FP8_CAPABILITIES, dtypes=("bfloat16",), bits=(4,), ungated=())
+    capabilities = dataclasses.replace(FP8_CAPABILITIES, dtypes=("bfloat16",), ungated=())
     arithmetic = Numerics("converted exactly to e4m3 with a power of two per row", ACTIVATION_NUMERICS, ACCUMULATION)
 
     def layout(self, problem: Problem, plan: ShardPlan) -> str:

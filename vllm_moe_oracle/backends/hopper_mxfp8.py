@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from ..core.decision import Numerics
-from ..core.problem import MX_BLOCK, Problem
+from ..core.problem import Problem
 from ._hopper import CAPABILITIES, HopperBackend
 
 
@@ -14,7 +12,7 @@ class HopperMxfp8(HopperBackend):
 
     name = "hopper_mxfp8"
     schemes = ("mxfp8",)
-    capabilities = dataclasses.replace(CAPABILITIES, bits=(8,), groups=(MX_BLOCK,))
+    capabilities = CAPABILITIES
     # Exact up to a row's spread of scales that the dtype can hold; `HopperBackend.numerics` says float16's.
     arithmetic = Numerics("converted exactly to {dtype} and scaled in {dtype}", "left in {dtype}")
 

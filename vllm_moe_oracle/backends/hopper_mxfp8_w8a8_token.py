@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from ..core.decision import Numerics, ShardPlan
@@ -29,7 +28,7 @@ class HopperMxfp8W8A8Token(HopperFp8Backend):
 
     name = "hopper_mxfp8_w8a8_token"
     schemes = ("mxfp8",)
-    capabilities = dataclasses.replace(FP8_CAPABILITIES, bits=(8,))
+    capabilities = FP8_CAPABILITIES
     arithmetic = Numerics(
         "rescaled to e4m3 with a power of two per row, blocks of 32 exact to 2**-9, as bfloat16 is",
         ACTIVATION_NUMERICS,

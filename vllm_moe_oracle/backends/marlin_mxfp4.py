@@ -6,12 +6,10 @@ and 64, which is what the operator needs.
 
 from __future__ import annotations
 
-import dataclasses
-
 from ..core.decision import Numerics
 from ..core.problem import Device, Problem
 from ..releases import min_versions
-from ._marlin import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE, MX_CAPABILITIES, MarlinMxBackend
+from ._marlin import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE, MarlinMxBackend
 from ._stock import EXPERTS, StockDifference
 from ._stock_priority import marlin_mxfp4_priority
 from ._stock_rules import lora_rule, swigluoai_rule
@@ -31,7 +29,6 @@ class MarlinMxfp4(MarlinMxBackend):
         StockDifference(("sizes",), "the operator needs whole tiles only"),
     )
     arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}")
-    capabilities = dataclasses.replace(MX_CAPABILITIES, bits=(4,))
     rules = (swigluoai_rule(halves_since=min_versions.MARLIN_UNINTERLEAVED), lora_rule(padding))
 
     def priority(self, problem: Problem, device: Device) -> float:

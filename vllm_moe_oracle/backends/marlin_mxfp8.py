@@ -5,11 +5,9 @@ The hidden size must be a multiple of 128. The intermediate size is zero-padded 
 
 from __future__ import annotations
 
-import dataclasses
-
 from ..core.decision import Numerics
 from ..releases import min_versions
-from ._marlin import INTERMEDIATE_MULTIPLE, MX_CAPABILITIES, MarlinMxBackend
+from ._marlin import INTERMEDIATE_MULTIPLE, MarlinMxBackend
 from ._stock import EXPERTS
 from ._stock_rules import activation_rule, lora_rule
 
@@ -24,7 +22,6 @@ class MarlinMxfp8(MarlinMxBackend):
     static_priority = 30.0
     padding = (1, INTERMEDIATE_MULTIPLE)
     arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}")
-    capabilities = dataclasses.replace(MX_CAPABILITIES, bits=(8,))
     rules = (activation_rule(swigluoai_since=min_versions.MARLIN_UNINTERLEAVED), lora_rule(padding))
 
 

@@ -46,7 +46,6 @@ class TrtllmMxfp8(StockBackend):
     capabilities = dataclasses.replace(
         MX_CAPABILITIES,
         packages={"flashinfer-python": "", "vllm": min_versions.TRTLLM_MXFP8},
-        bits=(8,),
         max_experts=2048,
     )
     rules: ClassVar[tuple[Rule, ...]] = RULES

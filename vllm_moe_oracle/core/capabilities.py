@@ -65,8 +65,8 @@ class Capabilities:
         activation_params: the activation's alpha, beta and limit reach the kernel. If False, an activation with
             parameters is refused.
         bias: expert biases reach the kernel.
-        bits: bits per weight; empty for any.
-        groups: sizes of scale groups; empty for any.
+        bits: bits per weight; empty for any, as in MX formats, which have one width.
+        groups: sizes of scale groups; likewise.
         zero_points: explicit zero points are applied.
         act_orders: kinds of act order; see `Scheme.act_order`.
         hidden_multiple: the kernel's (padded) hidden size must be a multiple of this.

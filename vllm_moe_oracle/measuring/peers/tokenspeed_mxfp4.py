@@ -48,8 +48,6 @@ class TokenspeedMxfp4(PeerBackend):
         gated=("silu", "swigluoai"),
         activation_params=True,
         bias=True,
-        bits=(4,),
-        groups=(MX_BLOCK,),
         hidden_multiple=64,
         intermediate_multiple=MX_BLOCK,
     )

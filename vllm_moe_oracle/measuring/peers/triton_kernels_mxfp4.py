@@ -60,8 +60,6 @@ class TritonKernelsMxfp4(PeerBackend):
         gated=("silu", "swigluoai"),
         activation_params=True,
         bias=True,
-        bits=(4,),
-        groups=(MX_BLOCK,),
         hidden_multiple=MX_BLOCK,
         intermediate_multiple=MX_BLOCK,
     )
