@@ -1,22 +1,24 @@
-"""MoE layers made, loaded and run as a model does it, with random experts and the formula of their output."""
+"""MoE layers made, loaded and run as a model does it, with random experts and what they should give."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy as np
 import torch
+
+from tests.lib import reference
 
 NAME = "model.layers.3.mlp.experts"
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, TOKENS = 4, 2, 64, 32, 5
 
 Tensors = dict[str, torch.Tensor]
-Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 MX_GROUP = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
 """compressed-tensors' arguments of MXFP8; with four bits, of MXFP4."""
@@ -163,11 +165,11 @@ class Experts:
 
     Attributes:
         stored: the checkpoint's tensors `[E, ...]` by the layer's parameter; rows of w13 are gate, then up.
-        exact: float32 `gate`, `up` `[E, N, K]`, `down` `[E, K, N]`, and `gate_bias`, `up_bias`, `down_bias`.
+        exact: the same as arguments of `reference.moe`.
     """
 
     stored: Tensors
-    exact: Tensors
+    exact: dict[str, reference.Array]
 
 
 def random_experts(
@@ -188,32 +190,22 @@ def random_experts(
         alternating: rows of w13 alternate gate and up.
     """
     generator = torch.Generator().manual_seed(3)
-    stored: Tensors = {}
-    exact: Tensors = {}
+    made = Experts({}, {})
     for name, rows, columns in (("w13", 2 * inner, HIDDEN), ("w2", HIDDEN, inner)):
         if scheme == "mxfp8":
             codes = torch.randn(EXPERTS, rows, columns, generator=generator).to(torch.float8_e4m3fn)
-            values = codes.float()
         else:
             codes = torch.randint(0, 256, (EXPERTS, rows, columns // 2), generator=generator).byte()
-            values = _e2m1(codes)
         scales = torch.randint(120, 126, (EXPERTS, rows, columns // 32), generator=generator).byte()
-        bias = torch.randn(EXPERTS, rows, generator=generator).bfloat16() * biases
-        stored |= {f"{name}_weight{suffix}": codes, f"{name}_weight_scale": scales}
-        stored |= {f"{name}_bias": bias} if biases else {}
-        matrix = values * (scales.float() - 127).exp2().repeat_interleave(32, dim=-1)
-        gate, up = (slice(0, None, 2), slice(1, None, 2)) if alternating else (slice(inner), slice(inner, None))
-        parts = {"down": slice(None)} if name == "w2" else {"gate": gate, "up": up}
-        for part, where in parts.items():
-            exact |= {part: matrix[:, where], f"{part}_bias": bias.float()[:, where]}
-    return Experts(stored, exact)
-
-
-def _e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """The values of bytes with two codes each, by the specification's table."""
-    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    table = torch.cat([table, -table])
-    return torch.stack((table[(codes & 15).int()], table[(codes >> 4).int()]), -1).flatten(-2)
+        dequantize = reference.dequantize_mxfp8 if scheme == "mxfp8" else reference.dequantize_mxfp4
+        matrix = dequantize(codes.view(torch.uint8).numpy(), scales.numpy())
+        halves = np.argsort(np.arange(rows) % 2, kind="stable") if alternating and name == "w13" else np.arange(rows)
+        made.stored.update({f"{name}_weight{suffix}": codes, f"{name}_weight_scale": scales})
+        made.exact[name] = matrix[:, halves]
+        if biases:
+            made.stored[f"{name}_bias"] = bias = torch.randn(EXPERTS, rows, generator=generator).bfloat16()
+            made.exact[f"b{name[1:]}"] = bias.double().numpy()[:, halves]
+    return made
 
 
 def load_one(layer: Any, name: str, shard: str, expert: int, tensor: torch.Tensor, partly: bool = False) -> None:
@@ -264,52 +256,41 @@ def run_experts(layer: Any, tokens: Tensors) -> torch.Tensor:
     return found
 
 
-def silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """SwiGLU."""
-    return gate * gate.sigmoid() * up
-
-
-def swigluoai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """gpt-oss's activation."""
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * (1.702 * gate).sigmoid() * (up + 1)
-
-
-def assert_close(found: torch.Tensor, exact: Tensors, tokens: Tensors, activation: Activation = silu) -> None:
-    """Compares a layer's output with the formula; an id of -1 adds nothing."""
-    expected = torch.zeros_like(found)
-    for expert in range(EXPERTS):
-        one = {name: tensor[expert] for name, tensor in exact.items()}
-        gate, up = (tokens["x"] @ one[name].T + one[f"{name}_bias"] for name in ("gate", "up"))
-        share = (tokens["topk_weights"] * (tokens["topk_ids"] == expert)).sum(-1, keepdim=True)
-        expected += share * (activation(gate, up) @ one["down"].T + one["down_bias"])
-    error = ((found - expected).norm() / expected.norm()).item()
+def assert_close(
+    found: torch.Tensor, exact: dict[str, reference.Array], tokens: Tensors, activation: str = "silu", **numbers: Any
+) -> None:
+    """Compares a layer's output with the reference's; numbers: of the activation."""
+    given = {name: tensor.numpy() for name, tensor in tokens.items()}
+    expected = reference.moe(**given, **exact, activation=activation, **numbers)
+    error = np.linalg.norm(found.numpy() - expected) / np.linalg.norm(expected)
     assert error < 1e-5, error
 
 
 def assert_runs(
     layer: Any,
     scheme: Literal["mxfp8", "mxfp4"] = "mxfp4",
-    activation: Activation | None = silu,
+    activation: str = "silu",
     *,
     suffix: str = "",
     biases: bool = False,
     magnitude: float = 1.0,
+    **numbers: Any,
 ) -> None:
     """Loads a layer expert by expert with `random_experts`, converts it, runs it and compares its output.
 
     Args:
         layer: the layer.
         scheme: number format of the weights.
-        activation: its formula; None where the output cannot be compared in float32.
+        activation: by the reference's name; "" where the output cannot be compared in float32.
         suffix: of the weights' names in the checkpoint.
         biases: whether the layer has any.
         magnitude: of the inputs.
+        numbers: of the activation.
     """
     experts = random_experts(scheme, suffix=suffix, biases=biases)
     load(layer, experts.stored)
     layer.quant_method.process_weights_after_loading(layer)
     tokens = routed_tokens(magnitude)
     found = run_experts(layer, tokens)
-    if activation is not None:
-        assert_close(found, experts.exact, tokens, activation)
+    if activation:
+        assert_close(found, experts.exact, tokens, activation, **numbers)

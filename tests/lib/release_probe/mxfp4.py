@@ -65,7 +65,7 @@ def _gpt_oss(inner: int, ranks: int, local: int) -> None:
             _load_gpt_oss(layer, experts, inner, ranks, rank)
             layer.quant_method.process_weights_after_loading(layer)
             found += layers.run_experts(layer, tokens)
-    layers.assert_close(found, experts.exact, tokens, layers.swigluoai)
+    layers.assert_close(found, experts.exact, tokens, "swigluoai")
 
 
 def _load_gpt_oss(layer: Any, experts: layers.Experts, inner: int, ranks: int, rank: int) -> None:
@@ -111,39 +111,31 @@ def compressed_tensors_mxfp4_with_fp8() -> None:
         known = _exists("compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a8_mxfp4")
         assert ("W4A8" in type(layer.quant_method).__name__) == known
         _assert_scheme(layer, "mxfp4", "compressed-tensors", "fp8_token")
-        layers.assert_runs(layer, activation=None, suffix="_packed")
+        layers.assert_runs(layer, activation="", suffix="_packed")
 
 
-def _situ(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return 1.5 * (gate / 1.5).tanh() * gate.sigmoid() * 2.5 * (up / 2.5).tanh()
-
-
-def _swiglustep(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return (gate * gate.sigmoid()).clamp(max=7.0) * up.clamp(-7.0, 7.0)
-
-
-def _activation(name: str, formula: Any, numbers: tuple[float | None, ...], **keywords: float) -> None:
+def _activation(name: str, numbers: dict[str, float], **keywords: float) -> None:
     """Activations with numbers of their own: Kimi-K3's, whose numbers vLLM is given, and Step-3.5's, which it knows."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     if name not in [each.value for each in MoEActivation]:
         return  # no model of the release has it
 
-    def activation(gate: torch.Tensor, up: torch.Tensor) -> Any:
-        assert gate.max() > 7 and up.abs().max() > 7, "the limits must matter"
-        return formula(gate, up)
-
+    first = layers.routed_tokens(4.0)["x"].numpy() @ layers.random_experts().exact["w13"].swapaxes(1, 2)
+    gate, up = first[..., : layers.INTERMEDIATE], first[..., layers.INTERMEDIATE :]
+    assert gate.max((1, 2)).min() > 7 and abs(up).max((1, 2)).min() > 7, "the limits must matter"
     with layers.engine():
         layer = layers.moe_layer(_compressed(None), activation=name, **keywords)
         found = layers.our_problem(layer).activation
-        assert (found.name, found.gated, found.alpha, found.beta, found.limit) == (name, True, *numbers), found
-        layers.assert_runs(layer, activation=activation, suffix="_packed", magnitude=4.0)
+        wanted = (name, True, *map(numbers.get, ("alpha", "beta", "limit")))
+        assert (found.name, found.gated, found.alpha, found.beta, found.limit) == wanted, found
+        layers.assert_runs(layer, activation=name, suffix="_packed", magnitude=4.0, **numbers)
 
 
 CHECKS["situ"] = partial(
-    _activation, "situ", _situ, (1.5, 2.5, None), activation_situ_beta=1.5, activation_situ_linear_beta=2.5
+    _activation, "situ", {"alpha": 1.5, "beta": 2.5}, activation_situ_beta=1.5, activation_situ_linear_beta=2.5
 )
-CHECKS["swiglustep"] = partial(_activation, "swiglustep", _swiglustep, (None, None, 7.0))
+CHECKS["swiglustep"] = partial(_activation, "swiglustep", {"limit": 7.0})
 
 
 @check
