@@ -40,7 +40,9 @@ def print_json(groups: list[LayerGroup], layers: MoeLayers, notes: list[str], de
     )
     for group in groups:
         if group.decision is None:
-            output.print_message("note" if group.left_to_stock else "error", f"{group.layers}: {group.failure}")
+            output.print_message(
+                "note" if group.outcome.left_to_stock else "error", f"{group.layers}: {group.outcome.failure}"
+            )
     for note in notes:
         output.print_message("note", note)
 
@@ -76,7 +78,7 @@ def print_groups(
         output.show(f"\n{count}: {group.layers}{role}", output.key_value_table(rows))
         if group.measure:
             output.show_line(f"  {'measure':<{len(_GAIN_ROW)}}  {group.measure}")
-        if group.candidates and not brief:
+        if group.outcome.candidates and not brief:
             _print_candidates(group, verbose)
     for note in notes:
         output.show(f"\nnote: {note}")
@@ -91,8 +93,8 @@ def _print_candidates(group: LayerGroup, verbose: bool) -> None:
     last = "reasons, or microseconds by tokens" if times else "reasons"
     if times and group.decision is not None and group.decision.why == "predicted":
         last = "reasons, or predicted microseconds (± a standard deviation) by tokens"
-    folded = [] if verbose else [each for each in group.candidates if _is_for_other_devices(each)]
-    shown = [each for each in group.candidates if each not in folded]
+    folded = [] if verbose else [each for each in group.outcome.candidates if _is_for_other_devices(each)]
+    shown = [each for each in group.outcome.candidates if each not in folded]
     cells = _candidate_rows(group.decision, shown, times)
     if folded:
         count = "1 backend" if len(folded) == 1 else f"{len(folded)} backends"
@@ -104,8 +106,8 @@ def _print_candidates(group: LayerGroup, verbose: bool) -> None:
 def _decision_rows(group: LayerGroup, release: str) -> list[tuple[str, str]]:
     rows = [("layer", str(group.problem))]
     if group.decision is None:
-        backend = "stock vLLM's" if group.left_to_stock else "none"
-        return [*rows, ("backend", backend), ("why", group.failure), _stock_row(group, release)]
+        backend = "stock vLLM's" if group.outcome.left_to_stock else "none"
+        return [*rows, ("backend", backend), ("why", group.outcome.failure), _stock_row(group, release)]
     decision = group.decision
     plan = decision.plan
     notes = [note for note in (*plan.notes, describe_loaded_group(group.problem)) if note]

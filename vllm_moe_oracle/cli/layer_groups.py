@@ -8,45 +8,29 @@ from typing import Any
 
 from ..checkpoint.layer_names import compact_layer_names
 from ..checkpoint.served_layers import ServedLayer, Server
-from ..core.decision import Candidate, Decision
-from ..core.problem import Problem
 from ..measurements.stock_gain import StockGain, stock_gain, time_errors
 from ..oracle.registry import default_registry
 from ..oracle.stock_choice import StockChoice, assume_stock, choose_stock
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Equal layers with equal decisions.
+class LayerGroup(ServedLayer):
+    """Equal layers with equal decisions; the problem is the first one's.
 
     Attributes:
         names: the layers' names.
-        problem: the first layer's.
-        decision: the first layer's; None when no backend can run it.
-        failure: why there is no decision; "" when there is one.
-        candidates: every backend, with its verdict.
-        left_to_stock: what of stock vLLM the layers are left to, its class where that is known; "" where a backend
-            runs them, or nothing does.
         gain: the gain over stock vLLM, where it is known.
         runs_stock_kernel: the layers run the kernel that stock vLLM takes alone: nothing can be gained, or lost.
         measure: the command that measures the layers, if that could improve on the static choice; else "".
-        is_mtp: the layers are multi-token prediction modules, which vLLM loads as a model of their own for speculative
-            decoding.
         refused: why vLLM does not start with the model's other layers, so that nothing is gained; "" where it does.
         switched_off: the plugin would not be registered, so that nothing is gained.
         stock: what stock vLLM does with the layers; None where that is not known.
     """
 
-    names: tuple[str, ...]
-    problem: Problem
-    decision: Decision | None
-    failure: str
-    candidates: tuple[Candidate, ...]
-    left_to_stock: str = ""
+    names: tuple[str, ...] = ()
     gain: StockGain | None = None
     runs_stock_kernel: bool = False
     measure: str = ""
-    is_mtp: bool = False
     refused: str = ""
     switched_off: bool = False
     stock: StockChoice | None = None
@@ -54,7 +38,7 @@ class LayerGroup:
     @property
     def is_refused(self) -> bool:
         """Whether a server would not start with the layers."""
-        return self.decision is None and not self.left_to_stock
+        return self.decision is None and not self.outcome.left_to_stock
 
     @property
     def layers(self) -> str:
@@ -63,7 +47,7 @@ class LayerGroup:
 
     def to_json(self, brief: bool) -> dict[str, Any]:
         """The group as JSON values; brief: without rejected candidates."""
-        candidates = [each for each in self.candidates if each.accepted or not brief]
+        candidates = [each for each in self.outcome.candidates if each.accepted or not brief]
         comparison = None if self.decision is None else self.decision.comparison
         return {
             "layers": self.layers,
@@ -71,8 +55,8 @@ class LayerGroup:
             "is_mtp": self.is_mtp,
             "problem": self.problem,
             "decision": None if self.decision is None else self.decision.to_record(),
-            "failure": self.failure or None,
-            "left_to_stock": self.left_to_stock or None,
+            "failure": self.outcome.failure or None,
+            "left_to_stock": self.outcome.left_to_stock or None,
             "stock_vllm": self.stock,
             "gain_over_stock": self.gain,
             "time_errors": {} if comparison is None else time_errors(comparison),
@@ -108,17 +92,8 @@ def group_layers(layers: Iterable[ServedLayer], server: Server, measure: str, me
 
 def _new_group(layer: ServedLayer, server: Server, measure: str, method: str) -> LayerGroup:
     """A group of layers like this one, which names none yet."""
-    outcome, chosen = layer.outcome, layer.decision
-    found = LayerGroup(
-        (),
-        layer.problem,
-        chosen,
-        outcome.failure,
-        outcome.candidates,
-        outcome.left_to_stock,
-        is_mtp=layer.is_mtp,
-        stock=_stock_choice(layer, server, method),
-    )
+    chosen, stock_choice = layer.decision, _stock_choice(layer, server, method)
+    found = LayerGroup(layer.problem, layer.outcome, layer.is_mtp, stock=stock_choice)
     if chosen is None:
         return found
     stock = found.stock or assume_stock(chosen, server.device, default_registry())

@@ -340,7 +340,7 @@ def _parallelism_notes(ranks: Ranks, all2all_backend: str, groups: list[LayerGro
     if not ranks.exchanges_tokens:
         return
     for group in groups:
-        if group.decision is None and group.problem.parallel.is_batched and group.left_to_stock == STOCK_ITSELF:
+        if group.decision is None and group.problem.parallel.is_batched and group.outcome.left_to_stock == STOCK_ITSELF:
             rule = f"{ranks.all2all} delivers tokens by expert, which few backends take"
             left = "a server leaves layers that none runs to stock vLLM, if stock vLLM can run them"
             yield f"{group.layers}: {rule}; {left}"
@@ -407,7 +407,7 @@ def _group_notes(groups: list[LayerGroup]) -> Iterator[str]:
     for group in groups:
         if group.decision is not None and group.decision.degraded:
             yield f"{group.layers}: {group.decision.explanation}"
-        if group.left_to_stock and group.problem.lora:
+        if group.outcome.left_to_stock and group.problem.lora:
             rule = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM, with a warning"
             remedy = "with --lora-target-modules that name no experts, these layers are served without LoRA"
             yield f"{group.layers}: {rule}; stock vLLM refuses what it cannot read; {remedy}"
@@ -441,7 +441,7 @@ def _registration_notes(settings: Settings, method: str, groups: list[LayerGroup
             if not (support := release_support(vllm)).tested:
                 yield str(support)
     except StandDown as error:
-        if not groups or any(str(error) not in group.failure for group in groups):
+        if not groups or any(str(error) not in group.outcome.failure for group in groups):
             yield f"the plugin would stand down, and vLLM choose by itself: {error}"
     yield from ignored_env_vars.ignored_variables().values()
     if excluding := excluded_by_vllm():
