@@ -248,15 +248,21 @@ def _remove_stale(parent: str) -> None:
     A lock says who is alive, also over containers that share the directory. Directories of other users cannot be
     opened, and are left.
     """
+    for entry, lock in _folders(parent):
+        if _try_lock(lock, fcntl.LOCK_EX, _PROBE_TRIES):  # not a live one's
+            shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _folders(parent: str) -> Iterator[tuple[os.DirEntry[str], int]]:
+    """Servers' directories that can be opened, by name, each with the open file of its lock."""
     with contextlib.suppress(OSError):
-        for entry in os.scandir(parent):
+        for entry in sorted(os.scandir(parent), key=lambda each: each.name):
             if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):
                 continue
-            with contextlib.suppress(OSError):  # another user's, or a live one: the lock is held
-                lock = os.open(os.path.join(entry.path, _LOCK), os.O_RDWR)
+            with contextlib.suppress(OSError):
+                lock = os.open(os.path.join(entry.path, _LOCK), os.O_RDWR | os.O_NOFOLLOW)
                 try:
-                    if _try_lock(lock, fcntl.LOCK_EX, _PROBE_TRIES):
-                        shutil.rmtree(entry.path, ignore_errors=True)
+                    yield entry, lock
                 finally:
                     os.close(lock)
 
@@ -333,22 +339,12 @@ def write_record(record: dict[str, Any]) -> None:
 
 def running_servers() -> Iterator[list[dict[str, Any]]]:
     """The records of each server of this user that runs on this machine, a list for each."""
-    parent = tempfile.gettempdir()
-    with contextlib.suppress(OSError):
-        for entry in sorted(os.scandir(parent), key=lambda each: each.name):
-            if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):
-                continue
-            with contextlib.suppress(OSError):
-                if entry.stat(follow_symlinks=False).st_uid != os.getuid():
-                    continue
-                lock = os.open(os.path.join(entry.path, _LOCK), os.O_RDWR | os.O_NOFOLLOW)
-                try:
-                    # A writer is alive if the lock stays taken.
-                    alive = not _try_lock(lock, fcntl.LOCK_EX, _PROBE_TRIES)
-                    if alive and (found := list(read_records(entry.path))):
-                        yield found
-                finally:
-                    os.close(lock)
+    for entry, lock in _folders(tempfile.gettempdir()):
+        with contextlib.suppress(OSError):
+            own = entry.stat(follow_symlinks=False).st_uid == os.getuid()
+            # A writer is alive if the lock stays taken.
+            if own and not _try_lock(lock, fcntl.LOCK_EX, _PROBE_TRIES) and (found := list(read_records(entry.path))):
+                yield found
 
 
 def read_records(folder: str | None = None) -> Iterator[dict[str, Any]]:

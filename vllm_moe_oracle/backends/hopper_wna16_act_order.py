@@ -19,7 +19,6 @@ from ._contract import Tensors, WorkspaceForward
 from .hopper_wna16 import HopperWna16
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from ._contract import Builder
@@ -88,7 +87,6 @@ class HopperWna16ActOrder(HopperWna16):
 
     def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
         """Experts over the kernels, which see one expert a token."""
-        # Of a builder, the kernels use only these members.
         slots = _SlotBuilder(builder, tensors, problem.as_called())
         if builder.max_tokens > slots.tokens_per_call:
             problem = problem.as_called()  # an all-to-all's calls are of one size, their parts are not
@@ -106,7 +104,7 @@ def _tokens_per_call(problem: Problem) -> int:
 
 
 class _SlotBuilder:
-    """A builder that passes one slot, a (token, choice) pair, per row to the kernels."""
+    """A builder that passes one slot, a (token, choice) pair, per row to the kernels; the rest is another builder's."""
 
     def __init__(self, builder: Builder, tensors: Tensors, problem: Problem) -> None:
         self._builder, self._tensors, self._top_k = builder, tensors, problem.top_k
@@ -117,19 +115,8 @@ class _SlotBuilder:
         """Largest number of slots in a call of the kernels."""
         return min(self._builder.max_tokens, self.tokens_per_call) * self._top_k
 
-    @property
-    def for_serving(self) -> bool:
-        """See `Builder`."""
-        return self._builder.for_serving
-
-    @property
-    def ids_dtype(self) -> torch.dtype:
-        """See `Builder`."""
-        return self._builder.ids_dtype
-
-    def register_buffer(self, tensor: Tensor) -> Tensor:
-        """See `Builder`."""
-        return self._builder.register_buffer(tensor)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._builder, name)
 
     def from_workspace_function(self, forward: WorkspaceForward, nbytes: Callable[[int, int], int]) -> Any:
         """See `Builder`; the function is called with the slots of `tokens_per_call` tokens at a time."""
