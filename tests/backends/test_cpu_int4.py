@@ -18,7 +18,8 @@ SMALL: dict[str, Any] = {"experts": 8, "top_k": 2, "hidden_size": 256, "intermed
 SCRIPT = """
 from tests.gpu import backend_table
 from tests.gpu.backend_table import Case
-from tests.gpu.table_wna16 import CT, TABLE, _scheme
+from tests.gpu.table_wna16 import CT, TABLE
+from tests.lib.cases import int_scheme
 from vllm_moe_oracle import plugin
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.verification import self_check
@@ -29,9 +30,9 @@ backend_table.join_alone("cpu")
 backend = default_registry()["cpu_int4"]
 plugin.register()
 for case in (
-    Case("g32", _scheme(CT, 4, 32), 8, 2, 256, 96),
-    Case("g64", _scheme("awq", 4, 64), 8, 2, 256, 128),
-    Case("g128", _scheme("gptq", 4, 128), 8, 2, 256, 128),
+    Case("g32", int_scheme(CT, 4, 32), 8, 2, 256, 96),
+    Case("g64", int_scheme("awq", 4, 64), 8, 2, 256, 128),
+    Case("g128", int_scheme("gptq", 4, 128), 8, 2, 256, 128),
 ):
     built = backend_table.build(TABLE, case, TABLE.checkpoint(case, "cpu"), "cpu", "auto", own="emulation")
     method = built.method

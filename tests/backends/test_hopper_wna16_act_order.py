@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.lib import reference
 from tests.lib.cases import H200, problem
 from tests.lib.function_recorder import FunctionRecorder
 from tests.lib.stock_rules import converted
-from tests.lib.tolerances import Layer, moe_bound, outside
 from tests.lib.wna16_canonical import to_canonical
-from tests.lib.wna16_layers import contents_of, layer_of
+from tests.lib.wna16_layers import contents_of, deviation, layer_of
 from vllm_moe_oracle.backends import hopper_wna16_act_order
 from vllm_moe_oracle.backends.hopper_wna16_act_order import BACKEND
 from vllm_moe_oracle.core.decision import Accepted
@@ -73,15 +71,7 @@ def outcome(
     run(out, x, torch.from_numpy(weights), given, None if places is None else torch.tensor(places).int(), scratch)
     if places is not None:
         ids = np.array(places)[ids]
-    name = layer.activation.name if layer.activation.gated else f"{layer.activation.name}_no_mul"
-    biases = {key: bias.double().numpy() for key, bias in made.biases.items()}
-    exact = Layer(made.weights("w13"), made.weights("w2"), name, b13=biases.get("w13"), b2=biases.get("w2"))
-    inputs = x.double().numpy()
-    expected = reference.moe(
-        inputs, exact.w13, exact.w2, ids, weights.astype(np.float64), activation=name, b13=exact.b13, b2=exact.b2
-    )
-    _, bound = moe_bound(inputs, exact, ids, weights.astype(np.float64), dtype="bfloat16")
-    return outside(out.double().numpy(), expected, bound)
+    return deviation(made, out, x, ids, weights)
 
 
 def kind(packing: str = "gptq", bits: int = 4, group: int = 32, zeros: bool = False, **more: Any) -> Any:

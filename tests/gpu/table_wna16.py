@@ -7,52 +7,42 @@ from typing import Any
 import torch
 
 from tests.gpu.backend_table import Case, Checkpoint, Raw, Table, by_name
-from vllm_moe_oracle.core.problem import ActOrder, Scheme
-
-NAMES = {
-    "gptq": ("qweight", "scales", "qzeros", "g_idx"),
-    "awq": ("qweight", "scales", "qzeros", "g_idx"),
-    "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
-}
-"""Names of codes, scales, zero points and group index in files; the packing ``moe_wna16`` is loaded from GPTQ's."""
+from tests.lib.cases import int_scheme
+from tests.lib.wna16_layers import NAMES
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """AutoAWQ's ``packing_utils.py``: the column of a word of which each nibble is, from the lowest."""
 
 
-def _scheme(packing: str, bits: int, group: int, zeros: bool = False, order: ActOrder = "none") -> Scheme:
-    return Scheme("wna16", bits=bits, group_size=group, packing=packing, zero_points=zeros, act_order=order)
-
-
 CT = "compressed-tensors"
 _QWEN3 = (128, 8, 2048, 768)
 CASES = (
-    Case("qwen3_g128", _scheme(CT, 4, 128), *_QWEN3),
-    Case("kimi_k2_tp8_g32", _scheme(CT, 4, 32), 384, 8, 7168, 256),
-    Case("qwen3_int8_g128", _scheme("gptq", 8, 128), *_QWEN3),
-    Case("qwen3_int8_channel", _scheme(CT, 8, -1), *_QWEN3),
-    Case("qwen3_channel", _scheme(CT, 4, -1), *_QWEN3),
-    Case("qwen3_awq_g128", _scheme("awq", 4, 128, zeros=True), *_QWEN3),
-    Case("qwen3_zeros_g32", _scheme(CT, 4, 32, zeros=True), *_QWEN3),
-    Case("qwen3_int8_zeros_g64", _scheme("moe_wna16", 8, 64, zeros=True), *_QWEN3),
-    Case("qwen3_moe_wna16_g128", _scheme("moe_wna16", 4, 128), *_QWEN3),
-    Case("qwen3_act_order", _scheme("gptq", 4, 128, order="group"), *_QWEN3),
-    Case("qwen3_bias", _scheme("gptq", 4, 128), *_QWEN3, bias=True),
-    Case("nemotron_relu2_g32", _scheme(CT, 4, 32), 128, 6, 2688, 1856, "relu2_no_mul"),
+    Case("qwen3_g128", int_scheme(CT, 4, 128), *_QWEN3),
+    Case("kimi_k2_tp8_g32", int_scheme(CT, 4, 32), 384, 8, 7168, 256),
+    Case("qwen3_int8_g128", int_scheme("gptq", 8, 128), *_QWEN3),
+    Case("qwen3_int8_channel", int_scheme(CT, 8, -1), *_QWEN3),
+    Case("qwen3_channel", int_scheme(CT, 4, -1), *_QWEN3),
+    Case("qwen3_awq_g128", int_scheme("awq", 4, 128, zeros=True), *_QWEN3),
+    Case("qwen3_zeros_g32", int_scheme(CT, 4, 32, zeros=True), *_QWEN3),
+    Case("qwen3_int8_zeros_g64", int_scheme("moe_wna16", 8, 64, zeros=True), *_QWEN3),
+    Case("qwen3_moe_wna16_g128", int_scheme("moe_wna16", 4, 128), *_QWEN3),
+    Case("qwen3_act_order", int_scheme("gptq", 4, 128, order="group"), *_QWEN3),
+    Case("qwen3_bias", int_scheme("gptq", 4, 128), *_QWEN3, bias=True),
+    Case("nemotron_relu2_g32", int_scheme(CT, 4, 32), 128, 6, 2688, 1856, "relu2_no_mul"),
     # The group is as wide as the second product, or as both; and a width that is no whole tile.
-    Case("narrow_g128", _scheme(CT, 4, 128), 128, 8, 2048, 128),
-    Case("narrow_both_g128", _scheme(CT, 4, 128), 8, 2, 128, 128),
-    Case("narrow_int8_zeros_g64", _scheme("moe_wna16", 8, 64, zeros=True), 8, 2, 128, 64),
-    Case("narrow_awq_g128", _scheme("awq", 4, 128, zeros=True), 8, 2, 256, 128),
-    Case("ragged_g32", _scheme(CT, 4, 32), 64, 8, 2048, 352),
-    Case("qwen3_g128_ep2", _scheme(CT, 4, 128), *_QWEN3, ep=2),
-    Case("tiny_g32", _scheme(CT, 4, 32), 8, 2, 256, 96),
-    Case("tiny_g32_ep2", _scheme("gptq", 4, 32), 8, 2, 256, 96, ep=2),
-    Case("tiny_int8_zeros", _scheme("moe_wna16", 8, 32, zeros=True), 8, 2, 256, 96),
-    Case("tiny_awq", _scheme("awq", 4, 32, zeros=True), 8, 2, 256, 96),
-    Case("tiny_channel", _scheme(CT, 4, -1), 8, 2, 256, 96),
-    Case("tiny_act_order", _scheme("gptq", 4, 32, order="group"), 8, 2, 256, 96),
-    Case("tiny_bias", _scheme("gptq", 8, 64), 8, 2, 256, 128, bias=True),
+    Case("narrow_g128", int_scheme(CT, 4, 128), 128, 8, 2048, 128),
+    Case("narrow_both_g128", int_scheme(CT, 4, 128), 8, 2, 128, 128),
+    Case("narrow_int8_zeros_g64", int_scheme("moe_wna16", 8, 64, zeros=True), 8, 2, 128, 64),
+    Case("narrow_awq_g128", int_scheme("awq", 4, 128, zeros=True), 8, 2, 256, 128),
+    Case("ragged_g32", int_scheme(CT, 4, 32), 64, 8, 2048, 352),
+    Case("qwen3_g128_ep2", int_scheme(CT, 4, 128), *_QWEN3, ep=2),
+    Case("tiny_g32", int_scheme(CT, 4, 32), 8, 2, 256, 96),
+    Case("tiny_g32_ep2", int_scheme("gptq", 4, 32), 8, 2, 256, 96, ep=2),
+    Case("tiny_int8_zeros", int_scheme("moe_wna16", 8, 32, zeros=True), 8, 2, 256, 96),
+    Case("tiny_awq", int_scheme("awq", 4, 32, zeros=True), 8, 2, 256, 96),
+    Case("tiny_channel", int_scheme(CT, 4, -1), 8, 2, 256, 96),
+    Case("tiny_act_order", int_scheme("gptq", 4, 32, order="group"), 8, 2, 256, 96),
+    Case("tiny_bias", int_scheme("gptq", 8, 64), 8, 2, 256, 128, bias=True),
 )
 
 

@@ -19,7 +19,8 @@ from tests.gpu import backend_table, table_mxfp4, table_mxfp8, table_wna16
 from tests.gpu.backend_table import Case, Table
 from tests.gpu.table_mxfp4 import _OAI, _SILU, GPT_OSS, OTHERS
 from tests.gpu.table_mxfp8 import SCHEME
-from tests.gpu.table_wna16 import CT, _scheme
+from tests.gpu.table_wna16 import CT
+from tests.lib.cases import int_scheme
 from tests.lib.padding_checks import Cut, Dirty
 from vllm_moe_oracle import plugin
 
@@ -49,17 +50,17 @@ def integers(backend: str, case: Case, tokens: tuple[int, ...] = TOKENS) -> Padd
     return Padded(backend, table_wna16.TABLE, case, tokens)
 
 
-INT4 = _scheme(CT, 4, 32)
-ZEROS = _scheme(CT, 4, 32, zeros=True)
-CHANNEL = _scheme(CT, 4, -1)
+INT4 = int_scheme(CT, 4, 32)
+ZEROS = int_scheme(CT, 4, 32, zeros=True)
+CHANNEL = int_scheme(CT, 4, -1)
 LAYERS = (
     integers("humming_wna16", Case("int4", INT4, *SMALL)),
     integers("humming_wna16", Case("zeros_relu2", ZEROS, *SMALL, "relu2_no_mul")),
-    integers("humming_wna16", Case("int8_channel", _scheme(CT, 8, -1), *SMALL)),
+    integers("humming_wna16", Case("int8_channel", int_scheme(CT, 8, -1), *SMALL)),
     integers("humming_wna16_grouped", Case("int4_ep2", INT4, *SMALL, ep=2)),
     Padded("humming_mxfp8", table_mxfp8.TABLE, Case("mxfp8", SCHEME, *SMALL)),
     Padded("humming_mxfp4", table_mxfp4.TABLE, Case("oai", GPT_OSS, *SMALL, **_OAI)),
-    integers("marlin_wna16", Case("int4_bias", _scheme("gptq", 4, 32), *EVEN, bias=True)),
+    integers("marlin_wna16", Case("int4_bias", int_scheme("gptq", 4, 32), *EVEN, bias=True)),
     integers("marlin_wna16", Case("channel", CHANNEL, *EVEN)),
     integers("marlin_wna16", Case("zeros", ZEROS, *EVEN)),
     Padded("marlin_mxfp8", table_mxfp8.TABLE, Case("mxfp8", SCHEME, *EVEN)),

@@ -11,7 +11,8 @@ import pytest
 
 from tests.gpu import backend_table
 from tests.gpu.backend_table import Case
-from tests.gpu.table_wna16 import CT, TABLE, _scheme
+from tests.gpu.table_wna16 import CT, TABLE
+from tests.lib.cases import int_scheme
 from tests.lib.wna16_canonical import to_canonical
 from vllm_moe_oracle import plugin
 from vllm_moe_oracle.devices import detect
@@ -20,16 +21,16 @@ from vllm_moe_oracle.oracle.registry import default_registry
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 CASES = (
-    Case("g32", _scheme(CT, 4, 32), 8, 2, 256, 96),
-    Case("g128", _scheme(CT, 4, 128), 8, 2, 512, 256),
-    Case("channel", _scheme(CT, 8, -1), 8, 2, 256, 128),
-    Case("zeros", _scheme(CT, 4, 32, zeros=True), 8, 2, 256, 128),
-    Case("awq", _scheme("awq", 4, 64, zeros=True), 8, 2, 256, 128),
-    Case("bytes", _scheme("gptq", 8, 64), 8, 2, 256, 192),
-    Case("bias", _scheme("gptq", 4, 32), 8, 2, 256, 128, bias=True),
-    Case("narrow", _scheme(CT, 4, 128), 8, 2, 512, 128),
-    Case("narrow_first", _scheme(CT, 4, 128), 8, 2, 128, 256),
-    Case("relu2", _scheme(CT, 4, 32), 8, 2, 384, 192, "relu2_no_mul"),
+    Case("g32", int_scheme(CT, 4, 32), 8, 2, 256, 96),
+    Case("g128", int_scheme(CT, 4, 128), 8, 2, 512, 256),
+    Case("channel", int_scheme(CT, 8, -1), 8, 2, 256, 128),
+    Case("zeros", int_scheme(CT, 4, 32, zeros=True), 8, 2, 256, 128),
+    Case("awq", int_scheme("awq", 4, 64, zeros=True), 8, 2, 256, 128),
+    Case("bytes", int_scheme("gptq", 8, 64), 8, 2, 256, 192),
+    Case("bias", int_scheme("gptq", 4, 32), 8, 2, 256, 128, bias=True),
+    Case("narrow", int_scheme(CT, 4, 128), 8, 2, 512, 128),
+    Case("narrow_first", int_scheme(CT, 4, 128), 8, 2, 128, 256),
+    Case("relu2", int_scheme(CT, 4, 32), 8, 2, 384, 192, "relu2_no_mul"),
 )
 STOCK_IS_WRONG = {
     # `convert_to_wna16_moe_kernel_format` hands on the intermediate size as the columns of w13.

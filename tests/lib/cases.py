@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_moe_oracle.backends import Backend, Capabilities, Rule
 from vllm_moe_oracle.core.decision import Numerics
-from vllm_moe_oracle.core.problem import Activation, Device, Parallel, Problem, Scheme
+from vllm_moe_oracle.core.problem import Activation, ActOrder, Device, Parallel, Problem, Scheme
 from vllm_moe_oracle.oracle.registry import Registry
 from vllm_moe_oracle.releases.supported import DEFAULT_PACKAGES
 
@@ -48,6 +48,11 @@ def problem(**changes: Any) -> Problem:
     if "experts" in changes:
         changes["num_experts"] = changes["local_experts"] = changes.pop("experts")
     return dataclasses.replace(_QWEN3, **changes)
+
+
+def int_scheme(packing: str, bits: int, group: int, zeros: bool = False, order: ActOrder = "none") -> Scheme:
+    """A format of integers."""
+    return Scheme("wna16", bits, group, packing, zeros, order)
 
 
 class Plain(Backend):

@@ -165,18 +165,7 @@ def run(layer: Layer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor)
 
 def expected(contents: Contents, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> np.ndarray[Any, Any]:
     """The same in float64 from the very codes, scales and zero points."""
-    activation = contents.problem.activation
-    biases = {name: contents.biases[name].double().numpy() for name in contents.biases}
-    return reference.moe(
-        x.numpy(),
-        contents.weights("w13"),
-        contents.weights("w2"),
-        ids.numpy(),
-        weights.numpy(),
-        activation=activation.name,
-        b13=biases.get("w13"),
-        b2=biases.get("w2"),
-    )
+    return reference.moe(x.numpy(), topk_ids=ids.numpy(), topk_weights=weights.numpy(), **contents.exact())
 
 
 def whole_of(layers: list[Layer], contents: Any) -> float:

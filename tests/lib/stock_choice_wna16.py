@@ -12,33 +12,29 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from tests.lib.cases import problem
+from tests.lib.cases import int_scheme, problem
 from tests.lib.golden_decisions import RELEASE, GoldenTable, StockInstall, stock_config, stock_install
 from tests.lib.stock_code import QUANTIZATION, load
-from vllm_moe_oracle.core.problem import ActOrder, Problem, Routing, Scheme
+from vllm_moe_oracle.core.problem import Problem, Routing, Scheme
 
 TP = (1, 2, 4, 8)
-
-
-def _scheme(packing: str, bits: int, group: int, zeros: bool = False, order: ActOrder = "none") -> Scheme:
-    return Scheme("wna16", bits, group, packing, zeros, order)
 
 
 _QWEN3 = (128, 8, 2048, 768)
 # experts, top-k, hidden, intermediate of the whole layer; what the checkpoint holds; expert biases.
 MODELS: dict[str, tuple[tuple[int, int, int, int], Scheme, bool]] = {
-    "Qwen3-30B-A3B int4 g128": (_QWEN3, _scheme("compressed-tensors", 4, 128), False),
-    "Qwen3-30B-A3B int4 g128, GPTQ": (_QWEN3, _scheme("gptq", 4, 128), False),
-    "Qwen3-30B-A3B int8 g128, GPTQ": (_QWEN3, _scheme("gptq", 8, 128), False),
-    "Qwen3-30B-A3B int4 per channel": (_QWEN3, _scheme("compressed-tensors", 4, -1), False),
-    "Qwen3-30B-A3B int8 per channel": (_QWEN3, _scheme("compressed-tensors", 8, -1), False),
-    "Qwen3-30B-A3B int4 g128 with zero points, AWQ": (_QWEN3, _scheme("awq", 4, 128, zeros=True), False),
-    "Qwen3-30B-A3B int4 g128 with zero points": (_QWEN3, _scheme("compressed-tensors", 4, 128, zeros=True), False),
-    "Qwen3-30B-A3B int4 g128, MoeWNA16": (_QWEN3, _scheme("moe_wna16", 4, 128), False),
-    "Qwen3-30B-A3B int8 g128 with zero points, MoeWNA16": (_QWEN3, _scheme("moe_wna16", 8, 128, zeros=True), False),
-    "Qwen3-30B-A3B int4 g128 with act order, GPTQ": (_QWEN3, _scheme("gptq", 4, 128, order="group"), False),
-    "Qwen3-30B-A3B int4 g128 with biases, GPTQ": (_QWEN3, _scheme("gptq", 4, 128), True),
-    "Kimi-K2 int4 g32": ((384, 8, 7168, 2048), _scheme("compressed-tensors", 4, 32), False),
+    "Qwen3-30B-A3B int4 g128": (_QWEN3, int_scheme("compressed-tensors", 4, 128), False),
+    "Qwen3-30B-A3B int4 g128, GPTQ": (_QWEN3, int_scheme("gptq", 4, 128), False),
+    "Qwen3-30B-A3B int8 g128, GPTQ": (_QWEN3, int_scheme("gptq", 8, 128), False),
+    "Qwen3-30B-A3B int4 per channel": (_QWEN3, int_scheme("compressed-tensors", 4, -1), False),
+    "Qwen3-30B-A3B int8 per channel": (_QWEN3, int_scheme("compressed-tensors", 8, -1), False),
+    "Qwen3-30B-A3B int4 g128 with zero points, AWQ": (_QWEN3, int_scheme("awq", 4, 128, zeros=True), False),
+    "Qwen3-30B-A3B int4 g128 with zero points": (_QWEN3, int_scheme("compressed-tensors", 4, 128, zeros=True), False),
+    "Qwen3-30B-A3B int4 g128, MoeWNA16": (_QWEN3, int_scheme("moe_wna16", 4, 128), False),
+    "Qwen3-30B-A3B int8 g128 with zero points, MoeWNA16": (_QWEN3, int_scheme("moe_wna16", 8, 128, zeros=True), False),
+    "Qwen3-30B-A3B int4 g128 with act order, GPTQ": (_QWEN3, int_scheme("gptq", 4, 128, order="group"), False),
+    "Qwen3-30B-A3B int4 g128 with biases, GPTQ": (_QWEN3, int_scheme("gptq", 4, 128), True),
+    "Kimi-K2 int4 g32": ((384, 8, 7168, 2048), int_scheme("compressed-tensors", 4, 32), False),
 }
 DIFFERENCES = {
     "cut": (

@@ -84,6 +84,13 @@ class Contents:
             ]
         )
 
+    def exact(self) -> dict[str, Any]:
+        """The experts as arguments of `reference.moe`."""
+        activation = self.problem.activation
+        found: dict[str, Any] = {matrix: self.weights(matrix) for matrix in self.codes}
+        found |= {f"b{matrix[1:]}": bias.double().numpy() for matrix, bias in self.biases.items()}
+        return found | {"activation": activation.name if activation.gated else f"{activation.name}_no_mul"}
+
     def parameters(self, transposed: bool | None = None, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
         """What vLLM has loaded on a rank: files cut as its loaders cut them.
 
@@ -222,14 +229,12 @@ def emulation_error(made: Contents, layer: Problem, tensors: dict[str, Tensor], 
     x = torch.from_numpy(rng.standard_normal((len(ids), layer.hidden_size))).to(getattr(torch, layer.dtype))
     out = torch.full_like(x, torch.nan)
     forward(tensors, layer, out, x, torch.from_numpy(weights), torch.from_numpy(ids))
-    name = layer.activation.name if layer.activation.gated else f"{layer.activation.name}_no_mul"
-    biases = {key: bias.double().numpy() for key, bias in made.biases.items()}
-    exact = Layer(
-        made.weights("w13"), made.weights("w2"), name, b13=biases.get("w13"), b2=biases.get("w2")
-    )  # fmt: skip
-    inputs = x.double().numpy()
-    expected = reference.moe(
-        inputs, exact.w13, exact.w2, ids, weights.astype(np.float64), activation=name, b13=exact.b13, b2=exact.b2
-    )
-    _, bound = moe_bound(inputs, exact, ids, weights.astype(np.float64), dtype=layer.dtype)
+    return deviation(made, out, x, ids, weights)
+
+
+def deviation(made: Contents, out: Tensor, x: Tensor, ids: Array, weights: Array) -> str:
+    """An output's worst deviation from the reference, in words; empty if within the bound of `x`'s dtype."""
+    inputs, exact, shares = x.double().numpy(), made.exact(), weights.astype(np.float64)
+    expected = reference.moe(inputs, topk_ids=ids, topk_weights=shares, **exact)
+    _, bound = moe_bound(inputs, Layer(**exact), ids, shares, dtype=str(x.dtype).removeprefix("torch."))
     return outside(out.double().numpy(), expected, bound)

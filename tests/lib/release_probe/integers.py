@@ -48,9 +48,7 @@ def _integers(packing: str, quantization: str | None, kind: dict[str, Any]) -> N
         layer.quant_method.process_weights_after_loading(layer)
         tokens = layers.routed_tokens()
         found = layers.run_experts(layer, tokens)
-    exact = {matrix: contents.weights(matrix) for matrix in ("w13", "w2")}
-    exact |= {f"b{matrix[1:]}": bias.double().numpy() for matrix, bias in contents.biases.items()}
-    layers.assert_close(found, exact, tokens)
+    layers.assert_close(found, contents.exact(), tokens)
 
 
 def _config(checkpoint: dict[str, Any], quantization: str | None) -> Any:

@@ -256,12 +256,10 @@ def run_experts(layer: Any, tokens: Tensors) -> torch.Tensor:
     return found
 
 
-def assert_close(
-    found: torch.Tensor, exact: dict[str, reference.Array], tokens: Tensors, activation: str = "silu", **numbers: Any
-) -> None:
-    """Compares a layer's output with the reference's; numbers: of the activation."""
+def assert_close(found: torch.Tensor, exact: dict[str, Any], tokens: Tensors, **activation: Any) -> None:
+    """Compares a layer's output with that of `reference.moe`, which is told of the activation if it is not SiLU."""
     given = {name: tensor.numpy() for name, tensor in tokens.items()}
-    expected = reference.moe(**given, **exact, activation=activation, **numbers)
+    expected = reference.moe(**given, **exact, **activation)
     error = np.linalg.norm(found.numpy() - expected) / np.linalg.norm(expected)
     assert error < 1e-5, error
 
@@ -293,4 +291,4 @@ def assert_runs(
     tokens = routed_tokens(magnitude)
     found = run_experts(layer, tokens)
     if activation:
-        assert_close(found, experts.exact, tokens, activation, **numbers)
+        assert_close(found, experts.exact, tokens, activation=activation, **numbers)

@@ -65,7 +65,7 @@ def _gpt_oss(inner: int, ranks: int, local: int) -> None:
             _load_gpt_oss(layer, experts, inner, ranks, rank)
             layer.quant_method.process_weights_after_loading(layer)
             found += layers.run_experts(layer, tokens)
-    layers.assert_close(found, experts.exact, tokens, "swigluoai")
+    layers.assert_close(found, experts.exact, tokens, activation="swigluoai")
 
 
 def _load_gpt_oss(layer: Any, experts: layers.Experts, inner: int, ranks: int, rank: int) -> None:
