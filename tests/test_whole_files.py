@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from vllm_moe_oracle import whole_files
-from vllm_moe_oracle.cli.writable import why_unwritable, writing
+from vllm_moe_oracle.cli.writable import why_unwritable
 from vllm_moe_oracle.errors import MeasurementError
-from vllm_moe_oracle.whole_files import append_whole, replacing, write_whole
+from vllm_moe_oracle.whole_files import append_whole, replacing, write_whole, writing
 
 
 @pytest.fixture

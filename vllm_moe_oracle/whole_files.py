@@ -14,8 +14,31 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-WRITE_REMEDY = "Name a file on a disk with room that you can write"
-"""The remedy for the errors of this module."""
+from .errors import MeasurementError
+from .untrusted import describe
+
+_REMEDY = "Name a file on a disk with room that you can write"
+
+
+@contextlib.contextmanager
+def writing(path: Path, rule: str = "cannot be written", remedy: str = _REMEDY) -> Iterator[None]:
+    """Says which file it is that cannot be written.
+
+    Args:
+        path: the file.
+        rule: what cannot be done, in words that the cause can follow.
+        remedy: as for `OracleError`.
+
+    Raises:
+        BrokenPipeError: the reader of a pipe is gone: `cli.main` ends as for every other output.
+        MeasurementError: the code inside raised another `OSError`.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise MeasurementError(f"{rule}: {describe(error)}", remedy, str(path)) from error
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ STOCK_ITSELF = "stock vLLM's own choice"
 """What layers are left to where only a server can ask stock vLLM what it takes."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Server:
     """A server with the plugin, by vLLM's options as a user gives them; the attributes have what vLLM makes of them.
 
@@ -70,21 +70,16 @@ class Server:
     def __post_init__(self, expert_placement_strategy: Placement | str) -> None:
         modules: object = self.lora_target_modules
         if isinstance(modules, Sequence) and not isinstance(modules, str):
-            object.__setattr__(self, "lora_target_modules", tuple(modules))
+            self.lora_target_modules = tuple(modules)
         check_fields(self)
         ranks = self.ranks
         ranks.check()
         model, draft = (each.lower().replace("-", "_") for each in (self.moe_backend, self.draft_moe_backend))
-        for name, value in {
-            "ranks": dataclasses.replace(
-                ranks, all2all=effective_all2all(ranks.all2all, self.device.packages.get("vllm"))
-            ),
-            "moe_backend": model,
-            "draft_moe_backend": draft or model,
-            "dtype": read_dtype_option(self.dtype),
-            "round_robin": is_round_robin(expert_placement_strategy, self.eplb, ranks.spreads_experts),
-        }.items():
-            object.__setattr__(self, name, value)
+        exchange = effective_all2all(ranks.all2all, self.device.packages.get("vllm"))
+        self.ranks = dataclasses.replace(ranks, all2all=exchange)
+        self.moe_backend, self.draft_moe_backend = model, draft or model
+        self.dtype = read_dtype_option(self.dtype)
+        self.round_robin = is_round_robin(expert_placement_strategy, self.eplb, ranks.spreads_experts)
 
     def find_layers(self, read: CheckpointFiles, quantization: str = "") -> MoeLayers:
         """The layers of a checkpoint on one rank.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import msgspec
 
 from ..errors import MeasurementError
 from ..untrusted import boundary, complete_lines, parse_json
-from ..whole_files import append_whole, write_whole
+from ..whole_files import append_whole, write_whole, writing
 from .served_benchmark import BenchResult
 
 _NAME = "turns.jsonl"
@@ -78,14 +77,9 @@ class KeptTurns:
             self._path.unlink(missing_ok=True)
         self._append(identity)
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self) -> AbstractContextManager[None]:
         """Says which file it is that cannot be written."""
-        try:
-            yield
-        except OSError as error:
-            rule, remedy = f"the turns cannot be written: {error.strerror or error}", "Name another folder with --logs"
-            raise MeasurementError(rule, remedy, str(self._path)) from error
+        return writing(self._path, "the turns cannot be written", "Name another folder with --logs")
 
     def _read(self, identity: Any) -> None:
         where = str(self._path)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +15,7 @@ import typer
 from ..errors import MeasurementError, SettingError
 from ..measurements.bench_records import CONDITIONS_LINE
 from ..settings import Settings, cache_dir, report_path
-from ..untrusted import describe
-from ..whole_files import WRITE_REMEDY, open_pipe
+from ..whole_files import open_pipe, writing
 
 
 def why_unwritable(path: Path, appended: bool = False) -> str:
@@ -169,32 +167,14 @@ def why_unwritable_cache(settings: Settings) -> str:
         return str(error)
 
 
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Says which file it is that cannot be written.
-
-    Raises:
-        BrokenPipeError: the reader of a pipe is gone: `cli.main` ends as for every other output.
-        MeasurementError: the code inside raised another `OSError`.
-    """
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise MeasurementError(f"cannot be written: {describe(error)}", WRITE_REMEDY, str(path)) from error
-
-
 def make_folder(folder: Path) -> None:
     """Makes a folder, and those above it, where there is none.
 
     Raises:
         MeasurementError: it cannot be made.
     """
-    try:
+    with writing(folder, "the folder cannot be made", ""):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MeasurementError(f"the folder cannot be made: {error.strerror}", where=str(folder)) from error
 
 
 def why_unwritable_folder(folder: Path) -> str:

@@ -20,7 +20,7 @@ import msgspec
 from ..devices.catalog import is_same_gpu
 from ..errors import MeasurementError
 from ..untrusted import boundary, check_fields_once, check_values, read_file
-from ..whole_files import WRITE_REMEDY, write_whole
+from ..whole_files import write_whole, writing
 from .environment import Environment, differences, is_same_release, is_same_triton
 from .kernel_shape import MAX_SAMPLES, KernelShape, Sample, is_displayable
 
@@ -351,13 +351,9 @@ def write(profile: Profile, path: Path) -> None:
     """
     data = encode(profile)
     _decode(data, "Leave those measurements out", f"the profile for {path}")
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, data)
-    except BrokenPipeError:  # as for every output of a command
-        raise
-    except OSError as error:
-        raise MeasurementError(f"cannot be written: {error.strerror}", WRITE_REMEDY, str(path)) from error
 
 
 @cache

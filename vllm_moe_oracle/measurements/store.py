@@ -32,6 +32,7 @@ import msgspec
 from ..errors import MeasurementError, sanitize
 from ..settings import env_var
 from ..untrusted import boundary
+from ..whole_files import writing
 from .environment import Environment
 from .kernel_shape import MAX_SAMPLES, KernelShape, Sample
 from .sqlite_errors import LOCKED, describe_operational, harmless, lock_holders
@@ -296,10 +297,8 @@ class Store:
             MeasurementError: the directory or the file cannot be written, or the file belongs to another program or has
                 another version.
         """
-        try:
+        with writing(self.path, "its directory cannot be created", _OTHER_DIRECTORY_REMEDY):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._error(f"its directory cannot be created: {error.strerror}", _OTHER_DIRECTORY_REMEDY) from error
         with self._file_lock():
             remark = self._quarantine() if self.exists() and self._is_damaged() else ""
             if not self.exists():
@@ -428,13 +427,11 @@ class Store:
 
     def _quarantine(self) -> str:
         aside = self.path.with_name(f"{FILE_NAME}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-        try:
+        with writing(self.path, "is damaged and cannot be renamed", _OTHER_DIRECTORY_REMEDY):
             os.replace(self.path, aside)
             journal = self.path.with_name(f"{FILE_NAME}-journal")
             if journal.exists():  # SQLite would apply it to the new file
                 os.replace(journal, aside.with_name(f"{aside.name}-journal"))
-        except OSError as error:
-            raise self._error(f"is damaged and cannot be renamed: {error.strerror}", _OTHER_DIRECTORY_REMEDY) from error
         return f"{self.path} is damaged; it is kept as {aside.name}, and a new one is started"
 
     @contextlib.contextmanager

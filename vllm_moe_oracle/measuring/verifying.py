@@ -35,7 +35,8 @@ from ..oracle.stock_kernels import kernel_of_stock
 from ..oracle.watchdog import doing
 from ..releases.gemma_norms import has_gemma_norms
 from ..settings import AUTO, Settings, env_var
-from ..untrusted import boundary, complete_lines, describe, parse_json
+from ..untrusted import boundary, complete_lines, parse_json
+from ..whole_files import writing
 
 if TYPE_CHECKING:
     from ..compat.adapter import Adapter
@@ -442,13 +443,10 @@ class ResumeFile:
         self._write(msgspec.to_builtins(result))
 
     def _write(self, line: object) -> None:
-        try:
+        with writing(self.path, remedy="Free space, or name another file"):
             self._file.write(json.dumps(line).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
-        except OSError as error:
-            remedy = "Free space, or name another file"
-            raise MeasurementError(f"cannot be written: {describe(error)}", remedy, str(self.path)) from error
 
     def close(self) -> None:
         """Closes the file."""

@@ -23,7 +23,7 @@ from ...measurements.kernel_shape import KernelShape
 from ...oracle.registry import default_registry
 from ...report import page_data, plots
 from ...settings import AUTO, Settings, set_batch_invariant
-from ...whole_files import append_whole, replacing
+from ...whole_files import append_whole, replacing, writing
 from .. import EXIT_INCOMPLETE, completion, layer_arguments, output
 from ..arguments import (
     AdditionalConfig,
@@ -46,7 +46,7 @@ from ..arguments import (
     output_option,
     seconds_option,
 )
-from ..writable import PICTURE, RECORDS, check_output, holds_data, is_standard_output, writing
+from ..writable import PICTURE, RECORDS, check_output, holds_data, is_standard_output
 
 if TYPE_CHECKING:
     from ...measuring.benchmarks import BenchOptions

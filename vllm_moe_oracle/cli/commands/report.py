@@ -17,7 +17,7 @@ from ...measurements.store import Store
 from ...report import html_report, page_data
 from ...report.page_data import ReportContent
 from ...settings import Settings, cache_dir, env_var
-from ...whole_files import write_whole
+from ...whole_files import write_whole, writing
 from .. import output, writable
 from ..arguments import Assignments, command_settings, file_option, output_option
 
@@ -76,7 +76,7 @@ def command(
         writable.make_folder(svg)
         written |= {svg / name: text for name, text in plots.items()}
     for path, text in written.items():
-        with writable.writing(path):
+        with writing(path):
             write_whole(path, text.encode())
     if not writable.is_standard_output(to):
         _print_figures(content)
