@@ -143,7 +143,7 @@ def text_of(kinds: Iterable[str]) -> str:
             renamed.setdefault(names, []).append(kind)
     aliases = ""
     for (other, own), kinds in sorted(renamed.items()):
-        words = _wrapped((f"{json.dumps(each)}," for each in kinds), 8)
+        words = wrapped((f"{json.dumps(each)}," for each in kinds), 8)
         aliases += f"    ({json.dumps(other)}, {json.dumps(own)}): (\n{words}    ),\n"
     return f'''"""Defaults of models with experts by ``model_type``, and the other names of their fields.
 
@@ -172,10 +172,10 @@ OTHER_NAMES: Mapping[tuple[str, str], tuple[str, ...]] = {{
 
 def _lines(fields: Mapping[str, Any], indent: int) -> str:
     """The entries of a dictionary in full lines."""
-    return _wrapped((f"{json.dumps(name)}:\xa0{_literal(fields[name])}," for name in sorted(fields)), indent)
+    return wrapped((f"{json.dumps(name)}:\xa0{_literal(fields[name])}," for name in sorted(fields)), indent)
 
 
-def _wrapped(words: Iterable[str], indent: int) -> str:
+def wrapped(words: Iterable[str], indent: int) -> str:
     """Words in full lines."""
     lines = textwrap.wrap(" ".join(words), 119 - indent, break_long_words=False, break_on_hyphens=False)
     return "".join(f"{' ' * indent}{line}\n" for line in lines).replace("\xa0", " ")

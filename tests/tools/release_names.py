@@ -18,6 +18,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from tests.lib.releases import sources
+from tests.tools.config_defaults import wrapped
 from vllm_moe_oracle.releases import vllm_names
 from vllm_moe_oracle.releases.supported import RELEASES
 
@@ -110,9 +111,12 @@ def _code_of_class(root: Path, module: str, name: str, seen: set[tuple[str, str]
 
 
 def _by_release(models: Mapping[str, str]) -> str:
-    """Lines of models with a release, by the release."""
-    by_age = sorted(models.items(), key=lambda each: (Version(each[1]), each[0]))
-    return "".join(f"    {json.dumps(name)}: {json.dumps(last)},\n" for name, last in by_age)
+    """Models with a release, by the release."""
+    found = ""
+    for last in sorted({*models.values()}, key=Version):
+        names = (f"{json.dumps(name)}," for name in sorted(models) if models[name] == last)
+        found += f"    **dict.fromkeys((\n{wrapped(names, 8)}    ), {json.dumps(last)}),\n"
+    return found
 
 
 def text_of(
@@ -133,6 +137,7 @@ MOE_BACKENDS = frozenset(
 )
 """Values of ``--moe-backend`` beside ``auto`` of all these releases, for experts of any kind (`vllm.config.kernel`)."""
 
+# fmt: off
 REMOVED_MODELS = {{
 {_by_release(models)}}}
 """Architectures that one of these releases has and the newest has no more, and the last release that has each."""
@@ -140,6 +145,7 @@ REMOVED_MODELS = {{
 UNBALANCED_MODELS = {{
 {_by_release(unbalanced)}}}
 """Architectures none of whose experts move between ranks (EPLB), and the last of these releases that moves none."""
+# fmt: on
 '''
 
 
