@@ -26,10 +26,7 @@ import json
 import math
 import os
 import shlex
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -52,11 +49,10 @@ from vllm_moe_oracle.core.problem import Parallel, Problem
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.layouts.byte_views import stack_bytes
 from vllm_moe_oracle.measurements.environment import Environment
-from vllm_moe_oracle.measuring import engine, random_weights, timing
+from vllm_moe_oracle.measuring import engine, random_weights, timing, worker_pool
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.verification import tolerances
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TOKENS_PER_RANK = 128
 """Most tokens that a rank sends: the rows of the buffer are as many times the ranks."""
@@ -479,42 +475,49 @@ class Layer:
             }  # fmt: skip
 
 
-def compile_layers(layers: list[Problem], args: argparse.Namespace, folder: Path) -> dict[str, Ready]:
+def rows_of(problem: Problem) -> int:
+    """Rows of the buffer, for each expert."""
+    return TOKENS_PER_RANK * problem.parallel.ep
+
+
+def compile_layer(task: tuple[Problem, str, tuple[int, ...], int], send: worker_pool.SendProgress) -> str:
+    """Calls a part of a layer's ways in a worker, and sends what `Layer.first_calls` says; what ended it, if anything.
+
+    Args:
+        task: the layer, the part, mean numbers of tokens, and most rows of a buffer.
+        send: see `worker_pool.run_tasks`.
+    """
+    problem, part, tokens, most = task
+    try:
+        with engine.open_context(detect.detect(), most) as context, few_kernels(problem, tokens):
+            for said in Layer(context, problem, rows_of(problem), part=part).first_calls(tokens):
+                send(said)
+    except Exception as error:  # of one layer, which must not end the others
+        return f"{type(error).__name__}: {error}"[:300]
+    return ""
+
+
+def compile_layers(layers: list[Problem], tokens: tuple[int, ...], most: int, seconds: float) -> dict[str, Ready]:
     """Compiles each layer in two processes, one of them for vLLM's classes; what was ready in time, by layer.
 
     On a machine with several GPUs they are spread over these.
     """
-    gpus = max(1, torch.cuda.device_count())
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    processes = []
-    for index, (problem, part) in enumerate((problem, part) for part in ("own", "stock") for problem in layers):
-        command = [sys.executable, "-m", "tests.gpu.batched_layers", "--compile", problem.layer, "--part", part]
-        command += ["--tokens", args.tokens, "--json", str(folder / f"{index}.jsonl")] + ["--cpu"] * args.cpu
-        with (folder / f"{index}.log").open("w") as log:
-            process = subprocess.Popen(
-                command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": visible[index % gpus]},
-            )  # fmt: skip
-        processes.append((problem.layer, part, process))
-    until = time.monotonic() + args.compile_seconds
+    from tests.gpu import batched_layers  # workers know the function by the module's name
+
+    gpus = [str(index) for index in range(torch.cuda.device_count())]
+    visible: list[str | None] = [*os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(gpus)).split(",")] if gpus else [None]
+    tasks = [(problem, part, tokens, most) for part in ("own", "stock") for problem in layers]
     ready: dict[str, Ready] = {problem.layer: set() for problem in layers}
-    for index, (layer, part, process) in enumerate(processes):
-        late = ""
-        try:
-            process.wait(max(0.1, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            late = f"ended after {args.compile_seconds:.0f} s, "
-        path = folder / f"{index}.jsonl"
-        said = [json.loads(each) for each in path.read_text().splitlines()] if path.exists() else []
-        ready[layer] |= {(each["name"], each["tokens"]) for each in said if not each["failure"]}
-        for name, failure in {each["name"]: each["failure"] for each in said if each["failure"]}.items():
-            print(f"{layer}: {name}: {failure}", flush=True)
-        if late or process.returncode:
-            log_lines = (folder / f"{index}.log").read_text(errors="replace").splitlines()
-            last = log_lines[-1][-200:] if log_lines and not late else ""
-            print(f"{layer}, {part}: {late}{len(said)} calls were ready {last}", flush=True)
+    for event in worker_pool.run_tasks(
+        batched_layers.compile_layer, tasks, [visible[index % len(visible)] for index in range(len(tasks))],
+        quiet=True, limits=worker_pool.Limits(until=time.monotonic() + seconds),
+    ):  # fmt: skip
+        problem, part = tasks[event.task][:2]
+        name, count, failure = event.value if event.kind == "progress" else (part, 0, event.value)
+        if failure:
+            print(f"{problem.layer}: {name}: {failure}", flush=True)
+        elif event.kind == "progress":
+            ready[problem.layer].add((name, count))
     return ready
 
 
@@ -565,8 +568,6 @@ def main() -> int:
         "--compile-seconds", type=float, default=110.0, help="end the processes that compile after these"
     )
     parser.add_argument("--replays", type=int, default=15)
-    parser.add_argument("--compile", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     begin = time.monotonic()
@@ -574,21 +575,9 @@ def main() -> int:
     layers = [
         each for each in (TINY if args.cpu else LAYERS) if any(word in each.layer for word in args.only.split(","))
     ]
-
-    def rows_of(problem: Problem) -> int:
-        return TOKENS_PER_RANK * problem.parallel.ep
-
     most = max(map(rows_of, layers)) * max(each.local_experts for each in layers)
-    if args.compile:
-        problem = next(each for each in layers if each.layer == args.compile)
-        with engine.open_context(device, most) as context, args.json.open("w") as file, few_kernels(problem, tokens):
-            layer = Layer(context, problem, rows_of(problem), part=args.part)
-            for name, count, failure in layer.first_calls(tokens):
-                print(json.dumps({"name": name, "tokens": count, "failure": failure}), file=file, flush=True)
-        return 0
     found: dict[str, Any] = {"conditions": conditions(args, device), "skipped": {}, "rows": []}
-    with tempfile.TemporaryDirectory() as folder:
-        ready = compile_layers(layers, args, Path(folder))
+    ready = compile_layers(layers, tokens, most, args.compile_seconds)
     print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
     failed = False
     with engine.open_context(device, most) as context:
