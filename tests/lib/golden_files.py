@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
 FOLDER = Path(__file__).parents[1] / "golden"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A file's JSON object."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that has conditions and rows."""
+    found: list[dict[str, Any]] = read(path)["rows"]
+    return found
 
 
 def newest(kind: str, gpu: str = "h200") -> Path:

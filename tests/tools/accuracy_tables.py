@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
+from tests.lib.golden_files import read
 from tests.lib.readme_sections import markdown_table, paragraph
 from vllm_moe_oracle.core.problem import Device
 
@@ -35,12 +35,6 @@ def machine(device: Device) -> str:
     if device.kind != "cpu":
         return device.name.lower().replace(" ", "-")
     return "cpu-" + next(words for feature, words in INSTRUCTIONS.items() if feature in device.features).lower()
-
-
-def read(path: Path) -> dict[str, Any]:
-    """One of the files."""
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
 
 
 def figures(part: str, path: Path = MODEL) -> dict[str, dict[str, dict[str, Any]]]:

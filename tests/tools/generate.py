@@ -41,19 +41,17 @@ from tests.lib.readme_sections import markdown_table, paragraph
 from tests.lib.releases import ReleaseUnavailable
 from tests.tools import (
     accuracy_tables,
-    batched_table,
     config_defaults,
     coverage_table,
     evidence,
+    gpu_tables,
     kernel_tables,
     page_one,
     peers_table,
-    ranks_table,
     recipes,
     release_names,
     restamp_profiles,
     serving_tables,
-    tile_search_table,
     triton_table,
 )
 from vllm_moe_oracle import __version__
@@ -208,16 +206,16 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "serving": accuracy_tables.serving,
     },
     "vllm_moe_oracle/SETTINGS.md": {"settings": settings},
-    "vllm_moe_oracle/OPERATIONS.md": {"numbers": numbers, "ranks": ranks_table.table},
+    "vllm_moe_oracle/OPERATIONS.md": {"numbers": numbers, "ranks": gpu_tables.ranks},
     "vllm_moe_oracle/backends/README.md": {"static-order": static_order},
     "vllm_moe_oracle/cli/README.md": {"explain": explain},
     "vllm_moe_oracle/kernels/README.md": {"kernels": kernels},
     "vllm_moe_oracle/kernels/RESULTS.md": {
         **{name: functools.partial(kernel_tables.part, name) for name in kernel_tables.PARTS},
         **serving_tables.PARTS,
-        "tile search": tile_search_table.table,
-        "tile search, few tokens": tile_search_table.few_table,
-        "batched": batched_table.table,
+        "tile search": gpu_tables.tile_search,
+        "tile search, few tokens": gpu_tables.few_tile_search,
+        "batched": gpu_tables.batched,
         "peers": peers_table.table,
     },
     "vllm_moe_oracle/measuring/README.md": {

@@ -24,6 +24,7 @@ from typing import Any
 
 from tests.gpu import serve, unlisted_layers
 from tests.lib import golden_files
+from tests.lib.golden_files import read
 from tests.lib.readme_sections import markdown_table
 from tests.tools import merge_times
 from vllm_moe_oracle.core.problem import Device
@@ -349,16 +350,11 @@ def routing_table(found: dict[str, Any], kernels: dict[str, Any]) -> str:
     return markdown_table([*heads, "the kernels predict"], rows)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
-
-
 PARTS: dict[str, Callable[[], str]] = {
-    "serving": lambda: table(_read(GOLDEN), _read(KERNELS)),
-    "serving over ranks": lambda: ranks_table(_read(RANKS)),
-    "serving by turns": lambda: turns_table(_read(TURNS)),
-    "serving by routing": lambda: routing_table(_read(ROUTING), _read(KERNELS)),
+    "serving": lambda: table(read(GOLDEN), read(KERNELS)),
+    "serving over ranks": lambda: ranks_table(read(RANKS)),
+    "serving by turns": lambda: turns_table(read(TURNS)),
+    "serving by routing": lambda: routing_table(read(ROUTING), read(KERNELS)),
 }
 """The tables of the committed numbers by their names in RESULTS.md."""
 
@@ -370,14 +366,14 @@ def main() -> None:
     parser.add_argument("--ranks", action="store_true", help="the runs were over ranks")
     parser.add_argument("--turns", action="store_true", help="the one run was over ranks and by turns")
     args = parser.parse_args()
-    runs = [_read(path) for path in args.runs]
+    runs = [read(path) for path in args.runs]
     if args.turns:
         if len(runs) > 1:
             parser.error("--turns takes one file")
-        before = _read(TURNS)["runs"] if TURNS.exists() else []
+        before = read(TURNS)["runs"] if TURNS.exists() else []
         path, made = TURNS, {"runs": [*before, golden_turns(runs[0])]}
     elif args.ranks:
-        path, made = RANKS, golden_ranks(runs, _read(RANKS) if RANKS.exists() else None)
+        path, made = RANKS, golden_ranks(runs, read(RANKS) if RANKS.exists() else None)
     else:
         path, made = GOLDEN, golden(runs)
     path.write_text(json.dumps(made, indent=1) + "\n")

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ import torch
 from tests.gpu import compare_tiles, kernel_cases, ranks, serve, tune_kernels
 from tests.lib import golden_files, reference
 from tests.lib.served import PROMPT, tolerance
-from tests.tools import batched_table, ranks_table, tile_search_table
+from tests.tools import gpu_tables
 from vllm_moe_oracle.backends._hopper import BATCHED_SLOWER
 from vllm_moe_oracle.kernels import heuristic, prefill_config
 
@@ -26,16 +27,22 @@ with mock.patch.dict(os.environ):  # the tool chooses its process's settings whe
     from tests.gpu import batched_layers
 
 ROOT = Path(__file__).parents[2]
-DATA = ROOT / "tests" / "golden" / "h100"
+KERNELS = ROOT / "vllm_moe_oracle/kernels"
+
+
+def rows_of(name: str, part: str = "rows") -> list[dict[str, Any]]:
+    """Rows of a committed measurement."""
+    found: list[dict[str, Any]] = golden_files.read(golden_files.FOLDER / f"{name}.json")[part]
+    return found
 
 
 def test_what_is_said_of_the_tile_rule_is_what_was_measured() -> None:
-    found = [json.loads((DATA / f"tile-rule{end}.json").read_text())["rows"] for end in ("", "-2")]
+    found = [rows_of(f"h100/tile-rule{end}") for end in ("", "-2")]
     ratios = [[row["before"] / row["after"] for row in rows] for rows in found]
     layers = {(row["scheme"], row["shape"]) for row in found[0]}
-    means = [math.exp(math.fsum(map(math.log, each)) / len(each)) for each in ratios]
+    means = [statistics.geometric_mean(each) for each in ratios]
     slower = [sum(each < 0.95 for each in run) for run in ratios]
-    said = " ".join((ROOT / "vllm_moe_oracle/kernels/EXPERIMENTS.md").read_text().split())
+    said = " ".join((KERNELS / "EXPERIMENTS.md").read_text().split())
     low, high = min(map(min, ratios)), max(map(max, ratios))
     assert all(f"{mean:.2f}" == "1.05" for mean in means) and len(ratios[0]) == len(ratios[1])
     words = f"is 1.05 times as fast as the one before it (geometric mean of {len(ratios[0])} choices that differ, "
@@ -52,8 +59,8 @@ def test_what_is_said_of_the_tile_rule_is_what_was_measured() -> None:
     ],
 )
 def test_tiles_of_few_experts_were_measured_as_they_are_chosen(file: str, what: str) -> None:
-    rows = json.loads((DATA.parent / f"{file}.json").read_text())["rows"]
-    said = (ROOT / "vllm_moe_oracle/kernels/EXPERIMENTS.md").read_text()
+    rows = rows_of(file)
+    said = (KERNELS / "EXPERIMENTS.md").read_text()
     assert _ratios([row for row in rows if "@ep" in row["shape"] and _is_chosen(row)], what) in said
 
 
@@ -67,7 +74,7 @@ def _is_chosen(row: dict[str, Any], quantize: bool = False) -> bool:
 def _ratios(rows: list[dict[str, Any]], what: str = " calls", verb: str = "") -> str:
     """How many calls are how many times as fast, as the experiments' page says it."""
     ratios = [row["before"] / row["after"] for row in rows]
-    mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+    mean = statistics.geometric_mean(ratios)
     return f"{len(ratios)}{what} {verb}{mean:.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
@@ -175,7 +182,7 @@ def test_the_first_traceback_is_kept_without_its_prefix() -> None:
 
 
 def test_two_gpus_say_what_transformers_say() -> None:
-    runs = json.loads(ranks_table.PATHS[0].read_text())["runs"]
+    runs = golden_files.read(gpu_tables.RANKS[0])["runs"]
     rows = [row for run in runs for row in run["rows"]]
     assert all(row["logprob_difference"] <= run["conditions"]["tolerance"] for run in runs for row in run["rows"])
     assert all(row["ok"] and row["tokens_equal"] and row["layers"] for row in rows)
@@ -192,7 +199,7 @@ def test_two_gpus_say_what_transformers_say() -> None:
 
 
 def rows_of_two_h200s() -> list[dict[str, Any]]:
-    return [row for run in json.loads(ranks_table.PATHS[1].read_text())["runs"] for row in run["rows"]]
+    return [row for run in golden_files.read(gpu_tables.RANKS[1])["runs"] for row in run["rows"]]
 
 
 def test_stock_over_ranks_answers_as_the_plugin_or_fails_as_the_page_says() -> None:
@@ -227,7 +234,7 @@ def test_servers_over_two_gpus_answer_over_http() -> None:
 
 
 def test_a_later_layers_first_call_is_said_as_it_was_timed() -> None:
-    rows = json.loads(golden_files.newest("check-price-later").read_text())["rows"]
+    rows = golden_files.rows(golden_files.newest("check-price-later"))
     page = " ".join((ROOT / "vllm_moe_oracle/ACCURACY.md").read_text().split())
     int4, gpt_oss = (row["later layer"]["kernel calls"] / 1e3 for row in rows)
     assert f"with nothing cached {int4:.1f} s in int4 and {gpt_oss:.1f} s in gpt-oss's layout" in page
@@ -256,7 +263,7 @@ def test_the_price_of_the_self_check_is_what_was_measured() -> None:
 
 def test_racecheck_of_shipped_configurations_is_told() -> None:
     verdicts = json.loads((ROOT / "tests/golden/racecheck/shipped-h200.json").read_text())["verdicts"]
-    page = " ".join((ROOT / "vllm_moe_oracle/kernels/EXPERIMENTS.md").read_text().split())
+    page = " ".join((KERNELS / "EXPERIMENTS.md").read_text().split())
     numbers = {
         ended: [
             int(re.search(r"(\d+) configurations", each)[1])
@@ -315,22 +322,23 @@ def test_routers_that_were_packed_are_named() -> None:
 
 
 def test_what_is_said_of_tokens_sorted_by_expert_was_measured() -> None:
-    rows = [row for row in batched_table.rows() if "marlin" in row["us"]]
+    every = golden_files.rows(gpu_tables.BATCHED)
+    rows = [row for row in every if "marlin" in row["us"]]
     assert {row["layer"].partition(":")[0] for row in rows} == {"mxfp4", "int4_g32", "int4_g128"}
     for few, words in ((True, "{:.2f} to {:.2f} times as long"), (False, "{:.2f} to {:.2f} times from 128 tokens")):
         times = [row["us"]["own"] / row["us"]["marlin"] for row in rows if (row["tokens"] <= 64) == few]
         assert words.format(min(times), max(times)) in BATCHED_SLOWER
-    assert all("marlin" not in row["us"] for row in batched_table.rows() if row["layer"].startswith("mxfp8"))
-    page = (ROOT / "vllm_moe_oracle/kernels/RESULTS.md").read_text()
+    assert all("marlin" not in row["us"] for row in every if row["layer"].startswith("mxfp8"))
+    page = (KERNELS / "RESULTS.md").read_text()
     gains = [1 / (row["us"]["own"] / row["us"]["marlin"]) for row in rows if row["tokens"] >= 128]
     assert f"ours are {min(gains):.2f} to {max(gains):.2f} times as fast as Marlin" in page
-    for row in batched_table.rows():
+    for row in every:
         assert not row["failures"] and set(row["us"]) <= set(row["errors"])
 
 
-@pytest.mark.parametrize("gpu", tile_search_table.GPUS)
+@pytest.mark.parametrize("gpu", gpu_tables.GPUS)
 def test_the_rules_tiles_were_searched_as_they_are_chosen_now(gpu: str) -> None:
-    rows = tile_search_table.rows(gpu)
+    rows = gpu_tables.tile_rows(gpu)
     assert len({(row["scheme"], row["shape"]) for row in rows}) >= 12
     for row in rows:
         weights = tune_kernels.stored(row["scheme"], row["shape"], "meta")
@@ -339,13 +347,10 @@ def test_the_rules_tiles_were_searched_as_they_are_chosen_now(gpu: str) -> None:
         assert row["best_us"] <= row["rule_us"] and row["searched"] > 1
 
 
-FEW = ROOT / "tests/golden/h200"
-
-
 def test_the_rules_tiles_of_few_tokens_are_those_that_were_searched() -> None:
-    ratios = tile_search_table.few_ratios()
+    ratios = gpu_tables.few_ratios()
     assert len({layer for layer, _ in ratios}) >= 12 and len(ratios) == 3 * len({layer for layer, _ in ratios})
-    found = json.loads((FEW / "tile-search-few.json").read_text())
+    found = golden_files.read(golden_files.FOLDER / "h200/tile-search-few.json")
     timed = {f"{row['scheme']}:{row['shape']}:{row['tokens']}": row["configs"][1] for row in found["rows"]}
     for cell, best in found["searched"].items():
         scheme, shape, tokens = cell.split(":")
@@ -356,24 +361,23 @@ def test_the_rules_tiles_of_few_tokens_are_those_that_were_searched() -> None:
 
 
 def test_what_is_said_of_few_tokens_was_measured() -> None:
-    rows = json.loads((FEW / "tile-rule-6.json").read_text())["rows"]
+    rows = rows_of("h200/tile-rule-6")
     few = [row for row in rows if row["configs"][1].strip().endswith("p")]
     kept = [row for row in rows if _is_chosen(row)]
     assert all(row in kept for row in few)
 
     longer = "16x64x256w4s3"
     short = [row for row in kept if row["scheme"] == "mxfp8" and longer in row["configs"][0] and row not in few]
-    left = [row for row in json.loads((FEW / "tile-table.json").read_text())["rows"] if _is_chosen(row)]
-    said = (ROOT / "vllm_moe_oracle/kernels/EXPERIMENTS.md").read_text()
+    left = list(filter(_is_chosen, rows_of("h200/tile-table")))
+    said = (KERNELS / "EXPERIMENTS.md").read_text()
     assert [words for words in map(_ratios, (few, short, left)) if words not in said] == []
 
 
 def test_what_is_said_of_the_present_rule_was_measured() -> None:
     """Every row of its comparisons is a choice that the kernels still make."""
-    compared = json.loads((FEW / "tile-rule-7.json").read_text())
-    rows, rejected = compared["rows"], compared["rejected"]
+    rows, rejected = rows_of("h200/tile-rule-7"), rows_of("h200/tile-rule-7", "rejected")
     assert not any(map(_is_chosen, rejected))
-    activations = json.loads((FEW / "tile-rule-7-w8a8.json").read_text())["rows"]
+    activations = rows_of("h200/tile-rule-7-w8a8")
     assert all(map(_is_chosen, rows)) and all(_is_chosen(row, quantize=True) for row in activations)
     few = [row for row in rows if row["rows"] <= 14]
     middle = [row for row in rows if row["rows"] > 14]
@@ -381,9 +385,9 @@ def test_what_is_said_of_the_present_rule_was_measured() -> None:
     mxfp8 = [row for row in middle if row["scheme"] == "mxfp8"]
     assert len(middle) == len(zero_points) + len(mxfp8)
     many = [row for row in activations if row["rows"] > 28]
-    said = (ROOT / "vllm_moe_oracle/kernels/EXPERIMENTS.md").read_text()
+    said = (KERNELS / "EXPERIMENTS.md").read_text()
     words = [_ratios(few), _ratios(zero_points), _ratios(mxfp8), _ratios(many)]
-    table = json.loads((FEW / "tile-table-zero-points.json").read_text())["rows"]
+    table = rows_of("h200/tile-table-zero-points")
     for row in table:  # the table's tiles are chosen
         assert _is_chosen({**row, "configs": row["configs"][::-1]})
     words += [_ratios(table), _ratios(rejected)]
@@ -395,7 +399,7 @@ def test_what_is_said_of_the_hand_over_was_measured() -> None:
     before = ((40, 0, 10e9), (28, 0, 60e9), (15, 5000, 0))
     logs: dict[bool, list[float]] = {False: [], True: []}
     layers = set()
-    for row in json.loads((FEW / "hand-over.json").read_text())["rows"]:
+    for row in rows_of("h200/hand-over"):
         weights = tune_kernels.stored(row["scheme"], row["shape"], "meta")
         layers.add((row["scheme"], row["shape"]))
         (_, top_k, *_), _ = tune_kernels.sizes_of(row["shape"])
@@ -411,7 +415,7 @@ def test_what_is_said_of_the_hand_over_was_measured() -> None:
             logs[now].append(math.log(times[chosen is not None] / min(times.values())))
     mean = {now: math.fsum(each) / len(each) for now, each in logs.items()}
     wrong = {now: sum(each > math.log(1.05) for each in found) for now, found in logs.items()}
-    said = (ROOT / "vllm_moe_oracle/kernels/EXPERIMENTS.md").read_text()
+    said = (KERNELS / "EXPERIMENTS.md").read_text()
     words = (
         f"{len(logs[True])} calls of {len(layers)} layers: the better one is missed by {100 * mean[True]:.1f} % in the "
     )
