@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
-from tests.gpu.kernel_cases import UNIT, Case, Layer, make_layer
+from tests.gpu.kernel_cases import UNIT, Case, Layer, make_layer, poisoned
+from vllm_moe_oracle.kernels import config as configs
+from vllm_moe_oracle.kernels import fused_moe as fm
+from vllm_moe_oracle.kernels import launch_config
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig
+from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
 from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights, pack_expert
 
 
@@ -27,6 +33,24 @@ def layer_of(case: Case) -> tuple[Layer, PackedWeights]:
                 None if part[which] is None else part[which][expert].cuda() for part in parts
             ))  # fmt: skip
     return layer, weights
+
+
+def call(weights: PackedWeights, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, case: Case,
+         config: LaunchConfig | PrefillConfig | None = None, **options: Any) -> torch.Tensor:  # fmt: skip
+    """fused_moe with poisoned workspace and output, by default with the configuration that the kernels choose; asserts
+    that the counters are left at zero."""
+    quantize = options.get("quantize_activations", False)
+    if options.get("batch_invariant"):
+        config = launch_config.BATCH_INVARIANT_CONFIG
+    config = config or configs.choose_config(weights, *ids.shape[::-1], quantize=quantize)
+    plan = fm.workspace_layout(weights, ids.shape[0], ids.shape[1], config, quantize=quantize)
+    workspace = poisoned(plan.nbytes, ids.shape[0])
+    counters = torch.zeros(max(1, plan.counters), dtype=torch.int32, device="cuda")
+    out = torch.full(x.shape, float("nan"), dtype=x.dtype, device="cuda")
+    fm.fused_moe(x, weights, router, ids, activation=case.activation, limit=case.limit, workspace=workspace,
+                 counters=counters, out=out, config=config, **options)  # fmt: skip
+    assert not counters.any()
+    return out
 
 
 def check(out: torch.Tensor, expected: torch.Tensor) -> None:

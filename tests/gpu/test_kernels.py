@@ -12,39 +12,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gpu.kernel_cases import (
-    CASES,
-    Case,
-    by_name,
-    half_elsewhere,
-    inputs,
-    poisoned,
-    reference,
-)
-from tests.gpu.stored_layers import check, layer_of
+from tests.gpu.kernel_cases import CASES, Case, by_name, half_elsewhere, inputs, reference
+from tests.gpu.stored_layers import call, check, layer_of
 from vllm_moe_oracle.kernels import config as configs
 from vllm_moe_oracle.kernels import fused_moe as fm
-from vllm_moe_oracle.kernels import gemm, launch_config
+from vllm_moe_oracle.kernels import gemm
 from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
 
 TOKENS = (1, 2, 3, 17, 129, 513)
 MANY_TOKENS = 2200  # more than 8192 slots of top-4: ids are then sorted in more than one step
-
-
-def call(weights, x, router, ids, case: Case, config: LaunchConfig | None = None, **options):
-    """fused_moe with poisoned workspace and output; checks that the counters are left at zero."""
-    quantize = options.get("quantize_activations", False)
-    if options.get("batch_invariant"):
-        config = launch_config.BATCH_INVARIANT_CONFIG
-    config = config or configs.choose_config(weights, *ids.shape[::-1], quantize=quantize)
-    plan = fm.workspace_layout(weights, ids.shape[0], ids.shape[1], config, quantize=quantize)
-    workspace = poisoned(plan.nbytes, ids.shape[0])
-    counters = torch.zeros(max(1, plan.counters), dtype=torch.int32, device="cuda")
-    out = torch.full_like(x, float("nan"))
-    fm.fused_moe(x, weights, router, ids, activation=case.activation, limit=case.limit, workspace=workspace,
-                 counters=counters, out=out, config=config, **options)  # fmt: skip
-    assert not counters.any()
-    return out
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

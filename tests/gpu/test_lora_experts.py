@@ -17,13 +17,12 @@ import pytest
 import torch
 
 from tests.gpu import backend_table, kernel_cases, lora_layer, ranks
-from tests.gpu.kernel_cases import UNIT, by_name, half_elsewhere, inputs, poisoned, reference
-from tests.gpu.stored_layers import check, layer_of
+from tests.gpu.kernel_cases import UNIT, by_name, half_elsewhere, inputs, reference
+from tests.gpu.stored_layers import call, check, layer_of
 from tests.lib import adapters
 from tests.lib import reference as transformers_reference
 from vllm_moe_oracle.core.problem import Routing, Scheme
 from vllm_moe_oracle.kernels import config as configs
-from vllm_moe_oracle.kernels import fused_moe as fm
 from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
 from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
 from vllm_moe_oracle.kernels.weights import allocate_weights
@@ -65,8 +64,6 @@ def assert_adds(
     if mapped:
         expert_map, ids, local = (each.cuda() for each in half_elsewhere(case, tokens))
         ids = ids.int()
-    config = config or configs.choose_config(weights, case.top_k, tokens)
-    plan = fm.workspace_layout(weights, tokens, case.top_k, config)
     slots, rows = ids.numel(), weights.w13.rows
     size = float(layer.matrix["w13"].std() * x.float().norm(dim=1).mean()) / 2
     generator = torch.Generator(device="cuda").manual_seed(1)
@@ -74,13 +71,7 @@ def assert_adds(
     addend[local.flatten() < 0] = torch.nan  # is not read
 
     def run(addend: torch.Tensor | None, h: torch.Tensor | None) -> torch.Tensor:
-        counters = torch.zeros(max(1, plan.counters), dtype=torch.int32, device="cuda")
-        out = torch.full_like(x, torch.nan)
-        fm.fused_moe(x, weights, router, ids, activation=case.activation, limit=case.limit, counters=counters, out=out,
-                     workspace=poisoned(plan.nbytes, tokens), config=config, expert_map=expert_map, addend=addend,
-                     h=h)  # fmt: skip
-        assert not counters.any()
-        return out
+        return call(weights, x, router, ids, case, config, expert_map=expert_map, addend=addend, h=h)
 
     h, ignored, expected_h = (x.new_full((slots, case.inner), torch.nan) for _ in range(3))
     plain = run(None, None)

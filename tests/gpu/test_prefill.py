@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gpu.kernel_cases import CASES, Case, half_elsewhere, inputs, poisoned, reference
+from tests.gpu import stored_layers
+from tests.gpu.kernel_cases import CASES, Case, half_elsewhere, inputs, reference
 from tests.gpu.stored_layers import check, layer_of
-from vllm_moe_oracle.kernels import fused_moe as fm
 from vllm_moe_oracle.kernels import prefill_launch, prefill_route
 from vllm_moe_oracle.kernels.prefill_config import PrefillConfig, prefill_errors
 from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights
@@ -38,15 +38,8 @@ PREFILL_CASES += [case for case in map(half_steps, PREFILL_CASES) if case.group 
 
 def call(weights: PackedWeights, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, case: Case,
          config: PrefillConfig | None = None, **options: object) -> torch.Tensor:  # fmt: skip
-    """fused_moe with poisoned workspace and output."""
-    config = config or PrefillConfig()
-    plan = fm.workspace_layout(weights, ids.shape[0], ids.shape[1], config)
-    out = torch.full(x.shape, float("nan"), dtype=x.dtype, device="cuda")
-    fm.fused_moe(x, weights, router, ids, activation=case.activation, limit=case.limit,
-                 workspace=poisoned(plan.nbytes, ids.shape[0]),
-                 counters=torch.zeros(1, dtype=torch.int32, device="cuda"), out=out, config=config,
-                 **options)  # fmt: skip
-    return out
+    """`stored_layers.call` with the persistent kernels."""
+    return stored_layers.call(weights, x, router, ids, case, config or PrefillConfig(), **options)
 
 
 @pytest.mark.parametrize("tokens", (1, 17, 129, 513, 2200))

@@ -12,6 +12,7 @@ GPU alone. Exit status 4 when a backend failed.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -166,19 +167,16 @@ def main() -> int:
         tiles=options.tiles,
     )  # fmt: skip
     settings = Settings(cache="none")
-    command = f"python -m tests.gpu.unlisted_layers --jsonl {options.jsonl.name} --jobs {options.jobs} "
-    command += f"--skip {options.skip} --tokens {options.tokens}"
-    command += f" --only {options.only}" * bool(options.only) + f" --backend {options.backend}" * bool(backends)
-    command += " --stock" * options.stock
-    command += " --listed" * options.listed + f" --tiles {options.tiles}" * bool(options.tiles)
+    words = shlex.join(sys.argv[1:]).replace(str(options.jsonl), options.jsonl.name)
+    command = f"python -m tests.gpu.unlisted_layers {words}"
     layers = [
         *LAYERS[options.skip :],
         *(HELD_OUT if options.only else ()),
         *(model_shapes.served_problems() if options.listed else ()),
     ]
-    words = options.only.split(",")
-    exact = {word: [each for each in layers if each.layer == word] for word in words}
-    named = (each for word in words for each in exact[word] or [one for one in layers if word in one.layer])
+    asked = options.only.split(",")
+    exact = {word: [each for each in layers if each.layer == word] for word in asked}
+    named = (each for word in asked for each in exact[word] or [one for one in layers if word in one.layer])
     layers = list({each.layer: each for each in named}.values())
     failed = False
     with options.jsonl.open("wb") as file:

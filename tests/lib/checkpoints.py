@@ -37,7 +37,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from tests.lib import reference
+from tests.lib import configs, reference
 from tests.lib.reference import BLOCK
 
 Array = npt.NDArray[np.float32]
@@ -627,22 +627,10 @@ def _compressed_quantization(ignored: list[str], tag: Tag, bits: int) -> dict[st
     common |= {"block_structure": None, "actorder": None, "scale_dtype": "torch.uint8", "zp_dtype": None}
     weights = {**common, "dynamic": False, "observer": "memoryless_minmax", "observer_kwargs": {}}
     inputs = {**common, "dynamic": True, "observer": None, "observer_kwargs": {}}
-    group = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": None if tag.endswith("-a16") else inputs,
-        "output_activations": None,
-        "format": form,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-        "ignore": ignored,
-    }
+    group = configs.group(weights, None if tag.endswith("-a16") else inputs)
+    group |= {"output_activations": None, "format": form}
+    more = {"quantization_status": "compressed", "kv_cache_scheme": None, "global_compression_ratio": None}
+    return configs.compressed(group, format=form, ignore=ignored, **more)
 
 
 def _legacy_quantization(ignored: list[str], tag: Tag) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.lib import reference
+from tests.lib import configs, reference
 from vllm_moe_oracle.core.problem import ActOrder, Scheme
 
 Array = npt.NDArray[Any]
@@ -190,11 +190,10 @@ def tool_config(scheme: Scheme, **more: Any) -> dict[str, Any]:
     bits, group, ordered = scheme.bits, scheme.group_size, scheme.act_order != "none"
     if scheme.packing.startswith("compressed"):
         form = "pack-quantized" if scheme.packing == "compressed-tensors" else "int-quantized"
-        weights = {"targets": ["Linear"], "weights": _arguments(scheme), "input_activations": None, "format": form}
-        found: dict[str, Any] = {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"]}
-        return found | {"config_groups": {"group_0": weights}, "quantization_status": "compressed"} | more
+        group = configs.group(_arguments(scheme)) | {"format": form}
+        return configs.compressed(group, format=form, ignore=["lm_head"], quantization_status="compressed") | more
     if scheme.packing == "awq":
-        found = {"quant_method": "awq", "version": "gemm", "zero_point": scheme.zero_points}
+        found: dict[str, Any] = {"quant_method": "awq", "version": "gemm", "zero_point": scheme.zero_points}
         return found | {"bits": bits, "group_size": group} | more
     found = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": not scheme.zero_points}
     found |= {"desc_act": ordered, "static_groups": scheme.act_order == "static", "lm_head": False}

@@ -575,6 +575,3 @@ def tiled_scales(scales: torch.Tensor) -> torch.Tensor:
         result[place.flatten()] = matrix.flatten()
         out.append(result)
     return torch.cat(out)
-
-
-# --- Inside vLLM ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from tests.lib import reference
+from tests.lib import configs, reference
 
 NAME = "model.layers.3.mlp.experts"
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, TOKENS = 4, 2, 64, 32, 5
@@ -72,14 +72,8 @@ def named_config(name: str, checkpoint: dict[str, Any]) -> Any:
 
 def compressed_tensors(weights: dict[str, Any], inputs: dict[str, Any] | None, format: str) -> dict[str, Any]:
     """llm-compressor's ``quantization_config`` with one group for all layers."""
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": format}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": format,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": [],
-    }
+    group = configs.group(weights, inputs) | {"format": format}
+    return configs.compressed(group, format=format, quantization_status="compressed", ignore=[])
 
 
 @contextmanager
