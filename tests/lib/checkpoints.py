@@ -331,46 +331,18 @@ ARCHITECTURES: Mapping[str, Callable[[Size, np.random.Generator], Model]] = {
 
 
 def write_checkpoint(
-    path: Path | str,
-    *,
-    arch: str = "qwen3_moe",
-    format: Format = "mxfp8",
-    tag: Tag = "modelopt",
-    dtype: Dtype = "bfloat16",
-    quantize_linears: bool = True,
-    kept: str = "",
-    size: Size | None = None,
-    seed: int = 0,
+    path: Path | str, *, arch: str = "qwen3_moe", size: Size | None = None, seed: int = 0, **how: Any
 ) -> Path:
     """Writes config.json, model.safetensors and the tokenizer's files into the folder `path` and returns it.
 
     arch: a key of ARCHITECTURES.
-    format: "mxfp8" stores each quantized module as e4m3 `.weight` [N, K] and uint8 `.weight_scale` [N, K / 32];
-        "mxfp4" quantizes experts only: gpt-oss's as OpenAI publishes them, uint8 `_blocks` [E, N, K / 32, 16] and
-        `_scales` [E, N, K / 32], others as uint8 `.weight` [N, K / 2] and `.weight_scale` [N, K / 32], both under the
-        method "mxfp4"; a `tag` of compressed-tensors makes it that method and names codes `.weight_packed`; "bf16"
-        stores the same weights, not quantized, in `dtype`.
-    tag: how the config says that it is MXFP8. "modelopt" is what ModelOpt writes into config.json, "modelopt_mxfp8"
-        names vLLM's method, "mxfp8" is the form with `ignored_layers`, "mixed" is ModelOpt's mixed precision, in which
-        the experts of the last layer are not quantized, the compressed-tensors ones are llm-compressor's (with
-        activations in 16 bits, where the tag ends so), and the legacy ones use hf_quant_config.json:
-        "legacy" as stock vLLM reads it, "legacy_producer" as ModelOpt writes it (stock 0.32 refuses that:
-        "Unknown ModelOpt quant algo: MXFP8").
-    dtype: of everything that is not quantized: router, norms, embeddings, lm_head, biases.
-    quantize_linears: whether attention projections are quantized too, or only experts.
-    kept: modules whose names start so stay in `dtype`; "" for none.
+    how: it is stored, as of `write_model`.
 
     Raises ValueError for an unknown choice, or a dimension that blocks of 32 do not divide.
     """
-    for name, value, valid in (
-        ("arch", arch, tuple(ARCHITECTURES)),
-        ("format", format, get_args(Format)),
-        ("tag", tag, get_args(Tag)),
-        ("dtype", dtype, get_args(Dtype)),
-    ):
-        if value not in valid:
-            raise ValueError(f"{name} is {value!r}; valid: {', '.join(valid)}")
-    if arch == "gpt_oss" and format == "mxfp8":
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"arch is {arch!r}; valid: {', '.join(ARCHITECTURES)}")
+    if arch == "gpt_oss" and how.get("format", "mxfp8") == "mxfp8":
         raise ValueError("format is 'mxfp8': nobody publishes gpt_oss so; valid: mxfp4, bf16")
     model = ARCHITECTURES[arch](size or Size(), np.random.default_rng(seed))
     model.config |= {
@@ -384,9 +356,7 @@ def write_checkpoint(
     def fit(model: Model) -> None:
         model.tensors["lm_head.weight"] = _fit_head(model)
 
-    path = write_model(
-        path, model, format=format, tag=tag, dtype=dtype, quantize_linears=quantize_linears, kept=kept, complete=fit
-    )
+    path = write_model(path, model, complete=fit, **how)
     _write_json(path / "generation_config.json", {"eos_token_id": model.config["eos_token_id"], "do_sample": False})
     write_tokenizer(path)
     return path
@@ -406,12 +376,30 @@ def write_model(
     """Writes a model's config.json and model.safetensors, without a tokenizer, into the folder `path` and returns it.
 
     model: quantized in place where the format is MXFP4.
-    format, tag, dtype, quantize_linears, kept: as of `write_checkpoint`.
+    format: "mxfp8" stores each quantized module as e4m3 `.weight` [N, K] and uint8 `.weight_scale` [N, K / 32];
+        "mxfp4" quantizes experts only: gpt-oss's as OpenAI publishes them, uint8 `_blocks` [E, N, K / 32, 16] and
+        `_scales` [E, N, K / 32], others as uint8 `.weight` [N, K / 2] and `.weight_scale` [N, K / 32], both under the
+        method "mxfp4"; a `tag` of compressed-tensors makes it that method and names codes `.weight_packed`; "bf16"
+        stores the same weights, not quantized, in `dtype`.
+    tag: how the config says that it is MXFP8. "modelopt" is what ModelOpt writes into config.json, "modelopt_mxfp8"
+        names vLLM's method, "mxfp8" is the form with `ignored_layers`, "mixed" is ModelOpt's mixed precision, in which
+        the experts of the last layer are not quantized, the compressed-tensors ones are llm-compressor's (with
+        activations in 16 bits, where the tag ends so), and the legacy ones use hf_quant_config.json:
+        "legacy" as stock vLLM reads it, "legacy_producer" as ModelOpt writes it (stock 0.32 refuses that:
+        "Unknown ModelOpt quant algo: MXFP8").
+    dtype: of everything that is not quantized: router, norms, embeddings, lm_head, biases.
+    quantize_linears: whether attention projections are quantized too, or only experts.
+    kept: modules whose names start so stay in `dtype`; "" for none.
     complete: called with the model as it will be read, before it is written.
+
+    Raises ValueError for an unknown choice.
     """
     import torch
     from safetensors.torch import save_file
 
+    for name, value, valid in (("format", format, Format), ("tag", tag, Tag), ("dtype", dtype, Dtype)):
+        if value not in get_args(valid):
+            raise ValueError(f"{name} is {value!r}; valid: {', '.join(get_args(valid))}")
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     compressed = tag.startswith("compressed-tensors")
