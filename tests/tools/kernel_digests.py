@@ -1,4 +1,4 @@
-"""Digests of what the kernels compile to: ``python -m tests.tools.kernel_digests OUT.json [--sass N]``.
+"""Digests of what the kernels compile to: ``python -m tests.tools.kernel_digests OUT.json``.
 
 For every shipped configuration, the heuristic's, and variants in float16, with zero points, expert maps and MXFP8
 activations, it hashes what Triton's later passes read: the IR after calls were inlined, without symbol names and
@@ -7,7 +7,7 @@ the arguments whose values are not specialized. A statement that moves to a func
 
 The configurations chosen and suggested for each layer are hashed too. Equal digests, made by one version of the tool
 under one Triton version, mean equal machine code and equal choices, so `tests.tools.restamp_profiles` may renew the
-profiles' fingerprint. ``--sass N`` also hashes the machine code of every N-th kernel.
+profiles' fingerprint.
 
 Needs no GPU. To compare with another commit, copy this file into a worktree of that commit and run it there.
 """
@@ -29,17 +29,7 @@ from triton.backends.compiler import Language
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
-from tests.lib.kernel_launches import (
-    LAYERS,
-    MEASURED,
-    TARGET,
-    Launch,
-    compile_launch,
-    disassemble,
-    fp8_launches,
-    launches,
-    specialize,
-)
+from tests.lib.kernel_launches import LAYERS, MEASURED, TARGET, Launch, fp8_launches, launches, specialize
 from vllm_moe_oracle.kernels import config as configs
 from vllm_moe_oracle.kernels import heuristic, launch_config
 from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
@@ -55,21 +45,16 @@ def sha(text: str) -> str:
 
 
 def without_names(text: str) -> str:
-    """IR or machine code with symbols numbered in the order of their appearance."""
+    """IR with symbols numbered in the order of their appearance."""
     numbers: dict[str, int] = {}
-    text = re.sub(r"Function : \S+", "Function", text)
     return re.sub(r'@"[^"]*"|@[\w.$]+', lambda found: f"@{numbers.setdefault(found[0], len(numbers))}", text)
 
 
 class Digests:
-    """Hashes of launches; equal launches are compiled once.
+    """Hashes of launches; equal launches are compiled once."""
 
-    Args:
-        sass: hash the machine code of every so many kernels; 0 for none.
-    """
-
-    def __init__(self, sass: int) -> None:
-        self._sass, self._backend = sass, make_backend(TARGET)
+    def __init__(self) -> None:
+        self._backend = make_backend(TARGET)
         self._known: dict[Any, str] = {}
 
     def of(self, launch: Launch) -> str:
@@ -90,10 +75,7 @@ class Digests:
         )
         key = (kernel.fn.__module__, kernel.__name__, tuple(source.signature.values()), repr(specialization))
         if key not in self._known:
-            text = without_names(self._inlined_ir(source, options)) + repr(specialization)
-            if self._sass and len(self._known) % self._sass == 0:
-                text += without_names(disassemble(compile_launch(launch).asm["cubin"])[0])
-            self._known[key] = sha(text)
+            self._known[key] = sha(without_names(self._inlined_ir(source, options)) + repr(specialization))
         return self._known[key]
 
     def _inlined_ir(self, source: ASTSource, options: dict[str, Any]) -> str:
@@ -194,9 +176,8 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--sass", type=int, default=0, metavar="N")
     args = parser.parse_args()
-    digests = Digests(args.sass)
+    digests = Digests()
     compiled = {name: [digests.of(launch) for launch in each] for name, each in calls().items()}
     tool = sha(Path(__file__).read_text())
     made = {"tool": tool, "triton": triton.__version__, "compiled": compiled, "choices": choices()}
