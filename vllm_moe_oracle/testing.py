@@ -34,7 +34,7 @@ from .core.problem import (
 )
 from .devices.catalog import known_device, known_device_names
 from .errors import OracleError
-from .measuring.random_weights import random_experts, random_tokens
+from .measuring.random_weights import convert_experts, random_experts, random_tokens
 from .oracle.registry import default_registry
 from .releases.supported import RELEASES
 
@@ -85,8 +85,7 @@ def _layers(backend: Backend, ranks: int) -> Iterator[Problem]:
                 has_bias=bias, routing=routing, parallel=parallel, dtype=able.dtypes[0],
             )  # fmt: skip
             # Precisions that a checkpoint does not declare are refused by the oracle, not by the backend.
-            precision = backend.activations(layer)
-            yield dataclasses.replace(layer, scheme=dataclasses.replace(scheme, activations=precision))
+            yield layer.with_activations(backend.activations(layer))
 
 
 def _machines(backend: Backend) -> list[Device]:
@@ -525,7 +524,7 @@ def test_computes_what_the_emulation_computes(name: str) -> None:
         canonical = random_experts(layer, "cpu", layer.local_experts)
         plan = backend.plan(layer, device)
         try:
-            kernel = _kernel_tensors(backend, canonical, layer, plan)
+            kernel = convert_experts(backend, canonical, layer, plan)
             experts = backend.build_experts(kernel, layer, plan, _FunctionBuilder())  # type: ignore[arg-type]  # part of one
         except (OracleError, ImportError) as error:
             pytest.skip(str(error))
@@ -540,13 +539,3 @@ def test_computes_what_the_emulation_computes(name: str) -> None:
         distance = float((found - expected).float().norm() / expected.float().norm())
         # Each side rounds to the model's dtype at most five times, by at most 2**-8 of a number.
         assert distance <= 5 * 2.0**-8, f"{layer}: relative error {distance:.1e}"
-
-
-def _kernel_tensors(
-    backend: Backend, canonical: dict[str, Tensor], layer: Problem, plan: ShardPlan
-) -> dict[str, Tensor]:
-    experts = [
-        backend.convert({key: tensor[index] for key, tensor in canonical.items()}, layer, plan)
-        for index in range(layer.local_experts)
-    ]
-    return {key: torch.stack([each[key] for each in experts]) for key in experts[0]}

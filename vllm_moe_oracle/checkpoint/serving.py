@@ -120,4 +120,4 @@ def with_activations(problem: Problem, settings: Settings) -> Problem:
     """The layer with the activation precision of the settings."""
     if settings.activations == "checkpoint":
         return problem
-    return dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activations=settings.activations))
+    return problem.with_activations(settings.activations)

@@ -23,6 +23,7 @@ from .sharding import (
     padding_reasons,
     scale_group_reasons,
     scale_group_size,
+    size_reasons,
     suggest_parallelism,
 )
 
@@ -282,18 +283,9 @@ def _shape_reasons(
 
 
 def _alignment_reasons(capabilities: Capabilities, problem: Problem, plan: ShardPlan) -> list[Reason]:
-    sizes = (
-        ("hidden", plan.hidden_size, str(plan.hidden_size), capabilities.hidden_multiple),
-        ("intermediate", plan.intermediate_size, describe_shard(problem), capabilities.intermediate_multiple),
-    )
-    return [
-        Reason(
-            f"alignment.{name}",
-            f"{name} size {words} is not a multiple of {multiple} ({size} mod {multiple} = {size % multiple})",
-        )
-        for name, size, words, multiple in sizes
-        if size % multiple
-    ]
+    hidden = size_reasons("alignment.hidden", plan.hidden_size, capabilities.hidden_multiple)
+    size, multiple = plan.intermediate_size, capabilities.intermediate_multiple
+    return hidden + size_reasons("alignment.intermediate", size, multiple, describe_shard(problem))
 
 
 def violations(

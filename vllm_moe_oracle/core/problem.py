@@ -309,6 +309,10 @@ class Problem:
         uneven = self.unpadded_intermediate_size or self.ragged_intermediate_size
         return uneven or self.intermediate_size * self.parallel.tp
 
+    def with_activations(self, precision: ActivationPrecision) -> Problem:
+        """The layer with inputs in another precision than the checkpoint declares."""
+        return dataclasses.replace(self, scheme=dataclasses.replace(self.scheme, activations=precision))
+
     def as_called(self) -> Problem:
         """The layer as a function over routed tokens sees it. Where an all-to-all sorts tokens by expert, each row is a
         token with one of this rank's experts."""

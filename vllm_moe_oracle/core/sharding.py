@@ -221,19 +221,25 @@ def _split_scale_groups(problem: Problem) -> list[Reason]:
     halved = f", halved from {problem.scheme.group_size}" if 1 < group < problem.scheme.group_size else ""
     whole = has_group_index(problem)
     inner = problem.unsharded_intermediate_size if whole else problem.intermediate_size
-    sizes = (
-        ("hidden", problem.hidden_size, str(problem.hidden_size)),
-        ("intermediate", inner, str(inner) if whole or tp == 1 else describe_shard(problem)),
-    )
-    return [
-        Reason(
-            f"group.{name}",
-            f"{name} size {words} is not a multiple of the scale group {group}{halved} "
-            f"({size} mod {group} = {size % group})",
-        )
-        for name, size, words in sizes
-        if size % group
-    ]
+    words, what = str(inner) if whole or tp == 1 else describe_shard(problem), f"the scale group {group}{halved}"
+    hidden = size_reasons("group.hidden", problem.hidden_size, group, what=what)
+    return hidden + size_reasons("group.intermediate", inner, group, words, what)
+
+
+def size_reasons(code: str, size: int, multiple: int, words: str = "", what: str = "") -> list[Reason]:
+    """Why a size is not a multiple; empty if it is.
+
+    Args:
+        code: the reason's code, which ends with the size's name.
+        size: the size.
+        multiple: what it must be a multiple of.
+        words: the size in words; "" for its number.
+        what: the multiple in words; "" for its number.
+    """
+    if size % multiple == 0:
+        return []
+    rule = f"{code.rpartition('.')[2]} size {words or size} is not a multiple of {what or multiple}"
+    return [Reason(code, f"{rule} ({size} mod {multiple} = {size % multiple})")]
 
 
 def shard_by_blocks(problem: Problem, block: int = MX_BLOCK) -> Problem:
@@ -349,19 +355,9 @@ def packing_reasons(problem: Problem, works: IsViable = is_shardable) -> list[Re
 
 def _split_packed_words(problem: Problem) -> list[Reason]:
     codes = codes_per_word(problem)
-    sizes = (
-        ("hidden", problem.hidden_size, str(problem.hidden_size)),
-        ("intermediate", problem.intermediate_size, describe_shard(problem)),
-    )
-    return [
-        Reason(
-            f"packing.{name}",
-            f"{name} size {words} is not a multiple of the {codes} codes in one word of the packing "
-            f"{problem.scheme.packing} ({size} mod {codes} = {size % codes})",
-        )
-        for name, size, words in sizes
-        if size % codes
-    ]
+    words, what = describe_shard(problem), f"the {codes} codes in one word of the packing {problem.scheme.packing}"
+    hidden = size_reasons("packing.hidden", problem.hidden_size, codes, what=what)
+    return hidden + size_reasons("packing.intermediate", problem.intermediate_size, codes, words, what)
 
 
 def padded_plan(problem: Problem, hidden_multiple: int = 1, intermediate_multiple: int = 1) -> ShardPlan:

@@ -27,7 +27,6 @@ from ..compat import current_adapter
 from ..compat.experts_builder import VllmBuilder
 from ..core.problem import Device, Problem
 from ..errors import MeasurementError, describe_error
-from ..layouts.byte_views import stack_bytes
 from ..measurements.kernel_shape import RoutingKind, Sample
 from ..oracle.checked_backend import watched_calls, watched_kernel
 from ..oracle.watchdog import doing
@@ -137,20 +136,13 @@ class BackendLayer:
         adapter = current_adapter()
         self._context, self._adapter, self._problem, self._backend = context, adapter, problem, backend
         plan = backend.plan(problem, context.device)
-        distinct = next(iter(experts.values())).shape[0]
         with process_state.kept():
-            converted = [
-                backend.convert({name: each[index] for name, each in experts.items()}, problem, plan)
-                for index in range(distinct)
-            ]
+            converted = random_weights.convert_experts(backend, experts, problem, plan)
         self.copies: list[tuple[Any, Any, int]] = []
-        size = sum(each.nbytes for each in converted[0].values()) * problem.local_experts
+        size = sum(each[0].nbytes for each in converted.values()) * problem.local_experts
         for _ in range(max(1, min(copies, math.ceil(ROTATION_BYTES / max(size, 1))))):
             tensors = {
-                name: random_weights.repeat_experts(
-                    stack_bytes([each[name] for each in converted]), problem.local_experts
-                )
-                for name in converted[0]
+                name: random_weights.repeat_experts(each, problem.local_experts) for name, each in converted.items()
             }
             moe = standalone_layer.fused_moe_config(problem, context.device.kind, context.max_num_tokens)
             quant_config = adapter.quant_config(problem, tensors)
@@ -478,10 +470,8 @@ class LayerBench:
         distinct = next(iter(self.experts.values())).shape[0]
         ids = tokens.ids[rows].long()
         ids = torch.where(ids < problem.local_experts, ids % distinct, torch.full_like(ids, -1))
-        scheme = dataclasses.replace(problem.scheme, activations=backend.activations(problem))
-        small = dataclasses.replace(
-            problem, scheme=scheme, num_experts=max(distinct, problem.top_k), local_experts=distinct
-        )
+        small = dataclasses.replace(problem, num_experts=max(distinct, problem.top_k), local_experts=distinct)
+        small = small.with_activations(backend.activations(problem))
         expected = torch.empty(len(rows), problem.hidden_size, dtype=torch.float32, device=tokens.x.device)
         forward(self.experts, small, expected, tokens.x[rows], tokens.weights[rows], ids.to(torch.int32))
         return expected

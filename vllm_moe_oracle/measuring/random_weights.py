@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import schemes
+from ..backends import Backend, Tensors
+from ..core.decision import ShardPlan
 from ..core.problem import Problem
 from ..layouts.byte_views import stack_bytes
 from ..measurements.kernel_shape import RoutingKind
@@ -75,6 +77,15 @@ def _random_wna16(
         index = torch.randint(0, groups, shapes[f"{name}_group_index"], device=device, generator=generator)
         made[f"{name}_group_index"] = index.sort(-1).values.to(torch.int32)
     return made
+
+
+def convert_experts(backend: Backend, experts: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
+    """A backend's kernel tensors of canonical experts, `[count, ...]` each."""
+    converted = [
+        backend.convert({name: each[index] for name, each in experts.items()}, problem, plan)
+        for index in range(len(next(iter(experts.values()))))
+    ]
+    return {name: stack_bytes([each[name] for each in converted]) for name in converted[0]}
 
 
 def repeat_experts(few: Tensor, count: int) -> Tensor:

@@ -21,6 +21,7 @@ The packings of checkpoints and of vLLM's parameters are in `_packings`; `Scheme
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 
@@ -161,13 +162,7 @@ def check_values(tensors: Mapping[str, Tensor], problem: Problem) -> None:
     for matrix in MATRICES:
         for expert in _suspects(tensors[f"{matrix}_scale"], limit):
             canonical = canonical_expert({name: each[expert] for name, each in tensors.items()}, problem)
-
-            def weights(rows: Tensor, canonical: dict[str, Tensor] = canonical, matrix: Matrix = matrix) -> Tensor:
-                zeros, order, index = (canonical.get(f"{matrix}_{each}") for each in _OPTIONAL)
-                codes, scale = canonical[matrix][rows], canonical[f"{matrix}_scale"][rows]
-                zeros = None if zeros is None else zeros[rows]
-                return dequantize(codes, scale, problem.scheme.bits, zeros, order, index)
-
+            weights = functools.partial(dequantize_part, canonical, matrix, problem)
             columns = canonical[matrix].shape[1] * 8 // problem.scheme.bits
             large = (canonical[f"{matrix}_scale"].abs() > limit).any(-1)
             require_weights_within(large, weights, names[f"{matrix}_scale"], expert, columns, problem)
@@ -261,21 +256,15 @@ def dequantize_expert(expert: Mapping[str, Tensor], which: Matrix) -> Tensor:
     The code width follows from both matrices: w13 has one column, and w2 one row, per hidden feature.
     """
     bits = expert["w13"].shape[1] * 8 // expert["w2"].shape[0]
-    return dequantize(
-        expert[which],
-        expert[f"{which}_scale"],
-        bits,
-        expert.get(f"{which}_zero_point"),
-        expert.get(f"{which}_order"),
-        expert.get(f"{which}_group_index"),
-    )
+    zeros, order, index = (expert.get(f"{which}_{each}") for each in _OPTIONAL)
+    return dequantize(expert[which], expert[f"{which}_scale"], bits, zeros, order, index)
 
 
 def dequantize_part(
     expert: Mapping[str, Tensor],
     which: Matrix,
     problem: Problem,
-    rows: slice = slice(None),
+    rows: slice | Tensor = slice(None),
     features: slice = slice(None),
 ) -> Tensor:
     """Some rows, or some input features, of one matrix of an expert, float32.

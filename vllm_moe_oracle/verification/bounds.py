@@ -150,7 +150,7 @@ class Sums:
                 self.size.index_add_(0, part.token, torch.maximum(terms, part.output.square()))
                 del part
             if self.exact is not self.expected:
-                plain = dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activations="16bit"))
+                plain = problem.with_activations("16bit")
                 for part in expert_outputs(tensors, plain, self._x, weights, ids, expert_map):
                     self.exact.index_add_(0, part.token, part.output)
                     del part

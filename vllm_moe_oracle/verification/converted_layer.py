@@ -17,7 +17,6 @@ places for a few layers.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 import zlib
@@ -138,9 +137,9 @@ class WeightParts:
             x: from `tokens`; further tokens have no expert on this rank.
             weights: likewise; 0 in slots that another rank computes.
         """
-        plain = dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activations="16bit"))
+        plain = problem.with_activations("16bit")
         expected, size = self._outputs(problem, x, weights)
-        exact = expected if problem.scheme.activations == "16bit" else self._outputs(plain, x, weights)[0]
+        exact = expected if plain == problem else self._outputs(plain, x, weights)[0]
         return bounds.from_parts(expected, size, exact, rounding, problem.dtype)
 
     def _outputs(self, problem: Problem, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,11 +218,9 @@ class InstalledLayer:
                 x, weights = torch.cat((x, x[-1:])), torch.cat((weights, weights[-1:]))
                 ids = torch.cat((ids, away[: weights.shape[1]].unsqueeze(0)))
                 counted = torch.cat((counted, torch.zeros_like(weights[:1])))
-        scheme = dataclasses.replace(problem.scheme, activations=backend.activations(problem))
+        consumed = problem.with_activations(backend.activations(problem))
         with ieee_fp32_matmul():
-            self._reference = parts.reference(
-                dataclasses.replace(problem, scheme=scheme), rounding_error(backend, problem), x, counted
-            )
+            self._reference = parts.reference(consumed, rounding_error(backend, problem), x, counted)
         ids = ids.to(adapter.ids_dtype(experts.moe_config))
         self._given = {"tokens": x, "routing weights": weights, "expert ids": ids}
         self._places = self._current_places()

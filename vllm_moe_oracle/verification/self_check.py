@@ -112,8 +112,7 @@ def compare_with_reference(
     remote = len(sampled) if _takes_expert_map(backend, problem) else 0
     small = _small_problem(problem, len(sampled), remote, backend.monolithic)
     # The reference rounds activations to the precision in which this backend consumes them.
-    scheme = dataclasses.replace(small.scheme, activations=backend.activations(problem))
-    exact = dataclasses.replace(small, scheme=scheme)
+    exact = small.with_activations(backend.activations(problem))
     # `Forward`'s contract has slots without an expert; vLLM's own classes get such slots from some all-to-alls only.
     empty_slots = not backend.stock_class and not backend.monolithic
     x, weights, ids = inputs.make_inputs(exact, experts, empty_slots, remote)

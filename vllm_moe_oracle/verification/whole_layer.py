@@ -310,14 +310,10 @@ class _ExpertSums:
     """The reference of some batches, gathered expert by expert; the first batch is the mixed one."""
 
     def __init__(self, problem: Problem, backend: Backend, batches: list[_Batch]) -> None:
-        scheme = dataclasses.replace(problem.scheme, activations=backend.activations(problem))
         # The reference rounds activations to the precision in which this backend consumes them.
-        self._one = dataclasses.replace(problem, scheme=scheme, num_experts=1, local_experts=1, top_k=1)
-        self._rounding, self._experts, self._layer = (
-            rounding_error(backend, problem),
-            problem.num_experts,
-            problem.layer,
-        )
+        one = dataclasses.replace(problem, num_experts=1, local_experts=1, top_k=1)
+        self._one = one.with_activations(backend.activations(problem))
+        self._rounding, self._experts = rounding_error(backend, problem), problem.num_experts
         self._batches = batches
         self._weights = torch.cat([each.weights for each in batches])
         self._ids = torch.cat([each.ids for each in batches])
@@ -333,7 +329,7 @@ class _ExpertSums:
         if bool(bad.any()):
             rule = f"the float32 reference is NaN or infinite for {int(bad.sum())} of {len(bad)} tokens"
             remedy = f"The checkpoint is damaged: some weights are too large for {self._one.dtype}"
-            raise CheckpointError(rule, remedy, f"{self._layer}, expert {index}")
+            raise CheckpointError(rule, remedy, f"{self._one.layer}, expert {index}")
 
     def batches(self) -> list[_Batch]:
         """The batches with their references."""
