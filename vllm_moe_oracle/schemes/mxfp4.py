@@ -22,28 +22,11 @@ from torch import Tensor
 from ..core.problem import E8M0_NAN, MX_BLOCK, Problem
 from ..layouts.gate_up import deinterleave_gate_up
 from . import _mx
-from ._mx import DUMMY_FILL, ScaleRule, e8m0_to_float, parameter_names, read, shapes
-
-__all__ = [
-    "DUMMY_FILL",
-    "E2M1_MAX",
-    "PASS_BYTES",
-    "UNLOADED",
-    "ScaleRule",
-    "canonical_expert",
-    "check_values",
-    "dequantize",
-    "dequantize_expert",
-    "dequantize_part",
-    "e8m0_from_amax",
-    "encode_e2m1",
-    "fake_quantize",
-    "parameter_names",
-    "quantize",
-    "quantize_into",
-    "read",
-    "shapes",
-]
+from ._mx import DUMMY_FILL as DUMMY_FILL
+from ._mx import ScaleRule, e8m0_to_float
+from ._mx import parameter_names as parameter_names
+from ._mx import read as read
+from ._mx import shapes as shapes
 
 E2M1_MAX = 6.0
 

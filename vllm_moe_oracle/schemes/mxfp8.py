@@ -21,29 +21,12 @@ from ..core.problem import E8M0_NAN, MX_BLOCK, Problem
 from ..errors import CheckpointError
 from . import _mx
 from ._checks import WasLoaded
-from ._mx import CANONICAL_NAMES, DUMMY_FILL, ScaleRule, e8m0_to_float, parameter_names, shapes
-
-__all__ = [
-    "CANONICAL_NAMES",
-    "DUMMY_FILL",
-    "E4M3_MAX",
-    "PASS_BYTES",
-    "UNLOADED",
-    "ScaleRule",
-    "canonical_expert",
-    "check_values",
-    "dequantize",
-    "dequantize_expert",
-    "dequantize_part",
-    "e8m0_from_amax",
-    "e8m0_to_float",
-    "fake_quantize",
-    "parameter_names",
-    "quantize",
-    "quantize_into",
-    "read",
-    "shapes",
-]
+from ._mx import CANONICAL_NAMES as CANONICAL_NAMES
+from ._mx import DUMMY_FILL as DUMMY_FILL
+from ._mx import ScaleRule as ScaleRule
+from ._mx import e8m0_to_float
+from ._mx import parameter_names as parameter_names
+from ._mx import shapes as shapes
 
 E4M3_MAX = 448.0
 

@@ -46,23 +46,8 @@ from ._wna16_parameters import (
     detect_expert_layout,
     matrix_sizes,
     packing_of,
-    read,
 )
-
-__all__ = [
-    "canonical_expert",
-    "canonical_names",
-    "check_values",
-    "dequantize",
-    "dequantize_expert",
-    "dequantize_part",
-    "fake_quantize",
-    "parameter_names",
-    "quantize",
-    "read",
-    "shapes",
-]
-
+from ._wna16_parameters import read as read
 
 logger = logging.getLogger("vllm.moe_oracle")
 
