@@ -29,14 +29,14 @@ A module that serves a checkpoint format declares it in a literal `SERVES`:
     SERVES = {
         "schemes": ["wna16"],
         "quantizations": {"gptq": "AutoGPTQConfig", "inc": None},
-        "replaces": {"auto_gptq:AutoGPTQMoEMethod": "AutoGPTQMoEMethod"},
+        "replaces": ["auto_gptq:AutoGPTQMoEMethod"],
     }
 
 - ``schemes``: the schemes whose MoE layers the module's methods serve.
 - ``quantizations``: vLLM's name of each quantization, and the module's config class for it; None where vLLM's own
   config class stays.
-- ``replaces``: the stock class, as ``module:Class`` below vLLM's quantization package, and the module's class that
-  vLLM constructs instead; or a stock method and the module's function that wraps it.
+- ``replaces``: stock classes, as ``module:Class`` below vLLM's quantization package, in place of which vLLM constructs
+  the module's of that name; or stock methods, which the module's functions of that name wrap.
 
 The literal is read from the module's source: importing the module imports vLLM's quantization classes, which takes
 seconds. A module serves the releases that have the stock modules whose classes it replaces.
@@ -63,7 +63,7 @@ class Declaration:
         module: the module's full name.
         schemes: see the package.
         quantizations: see the package.
-        replaces: see the package.
+        replaces: the module's class or function by what it replaces; see the package.
     """
 
     module: str
@@ -82,6 +82,7 @@ def declarations() -> tuple[Declaration, ...]:
             if match is not None:
                 declared = ast.literal_eval(match[1])
                 declared["schemes"] = tuple(declared.get("schemes", ()))
+                declared["replaces"] = {stock: re.split("[:.]", stock)[-1] for stock in declared["replaces"]}
                 found.append(Declaration(f"{__name__}.{file.name.removesuffix('.py')}", **declared))
     return tuple(found)
 

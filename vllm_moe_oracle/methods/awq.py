@@ -9,7 +9,7 @@ from .awq_common import AwqConfigMixin, AwqMoEMethod
 SERVES = {
     "schemes": ["wna16"],
     "quantizations": {"awq": "AutoAWQConfig", "auto_awq": "AutoAWQConfig", "awq_marlin": "AutoAWQConfig"},
-    "replaces": {"auto_awq:AutoAWQConfig": "AutoAWQConfig", "auto_awq:AutoAWQMoEMethod": "AutoAWQMoEMethod"},
+    "replaces": ["auto_awq:AutoAWQConfig", "auto_awq:AutoAWQMoEMethod"],
 }
 
 

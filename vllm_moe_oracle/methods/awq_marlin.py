@@ -9,10 +9,7 @@ from .awq_common import AwqConfigMixin, AwqMoEMethod
 SERVES = {
     "schemes": ["wna16"],
     "quantizations": {"awq_marlin": "AWQMarlinConfig"},
-    "replaces": {
-        "awq_marlin:AWQMarlinConfig": "AWQMarlinConfig",
-        "awq_marlin:AWQMarlinMoEMethod": "AWQMarlinMoEMethod",
-    },
+    "replaces": ["awq_marlin:AWQMarlinConfig", "awq_marlin:AWQMarlinMoEMethod"],
 }
 
 

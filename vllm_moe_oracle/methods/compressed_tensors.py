@@ -37,13 +37,11 @@ from .wna16 import Wna16MoEMethod
 SERVES = {
     "schemes": ["mxfp8", "wna16"],
     "quantizations": {"compressed-tensors": "CompressedTensorsConfig"},
-    "replaces": {
-        "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe:CompressedTensorsMoEMethod.get_moe_method": (
-            "get_moe_method"
-        ),
+    "replaces": [
+        "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe:CompressedTensorsMoEMethod.get_moe_method",
         "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_mxfp8"
-        ":CompressedTensorsW8A8Mxfp8MoEMethod": "CompressedTensorsW8A8Mxfp8MoEMethod",
-    },
+        ":CompressedTensorsW8A8Mxfp8MoEMethod",
+    ],
 }
 
 SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="compressed-tensors", activations="mxfp8")

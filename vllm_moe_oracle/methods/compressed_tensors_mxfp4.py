@@ -16,10 +16,10 @@ from .mxfp4 import BaseMxfp4MoEMethod, mxfp4_scheme
 SERVES = {
     "schemes": ["mxfp4"],
     "quantizations": {"compressed-tensors": None},
-    "replaces": {
+    "replaces": [
         "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_mxfp4"
-        ":CompressedTensorsW4A4Mxfp4MoEMethod": "CompressedTensorsW4A4Mxfp4MoEMethod",
-    },
+        ":CompressedTensorsW4A4Mxfp4MoEMethod",
+    ],
 }
 
 

@@ -15,10 +15,10 @@ from .mxfp4 import BaseMxfp4MoEMethod, activation_precision, mxfp4_scheme
 SERVES = {
     "schemes": ["mxfp4"],
     "quantizations": {"compressed-tensors": None},
-    "replaces": {
+    "replaces": [
         "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a8_mxfp4"
-        ":CompressedTensorsW4A8Mxfp4MoEMethod": "CompressedTensorsW4A8Mxfp4MoEMethod",
-    },
+        ":CompressedTensorsW4A8Mxfp4MoEMethod",
+    ],
 }
 
 

@@ -29,7 +29,7 @@ SERVES = {
         "gptq_marlin": "AutoGPTQConfig",
         "inc": None,
     },
-    "replaces": {"auto_gptq:AutoGPTQConfig": "AutoGPTQConfig", "auto_gptq:AutoGPTQMoEMethod": "AutoGPTQMoEMethod"},
+    "replaces": ["auto_gptq:AutoGPTQConfig", "auto_gptq:AutoGPTQMoEMethod"],
 }
 
 _WHERE = "quantization_config"

@@ -16,7 +16,7 @@ from .mxfp4 import BaseMxfp4MoEMethod, mxfp4_scheme
 SERVES = {
     "schemes": ["mxfp4"],
     "quantizations": {"inc": None},
-    "replaces": {"inc.schemes.inc_mxfp4_moe:INCMxfp4MoEMethod": "INCMxfp4MoEMethod"},
+    "replaces": ["inc.schemes.inc_mxfp4_moe:INCMxfp4MoEMethod"],
 }
 
 

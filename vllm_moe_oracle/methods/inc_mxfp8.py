@@ -12,7 +12,7 @@ from .base import OracleMoEMethod
 SERVES = {
     "schemes": ["mxfp8"],
     "quantizations": {"inc": None},
-    "replaces": {"inc.schemes.inc_mxfp8_moe:INCMxfp8MoEMethod": "INCMxfp8MoEMethod"},
+    "replaces": ["inc.schemes.inc_mxfp8_moe:INCMxfp8MoEMethod"],
 }
 
 SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="auto-round", activations="mxfp8")

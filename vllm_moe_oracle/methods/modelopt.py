@@ -26,7 +26,7 @@ SERVES = {
         "modelopt_mixed": "ModelOptMixedPrecisionConfig",
         "mxfp8": "Mxfp8Config",
     },
-    "replaces": {"modelopt:ModelOptMxFp8FusedMoE": "ModelOptMxFp8FusedMoE"},
+    "replaces": ["modelopt:ModelOptMxFp8FusedMoE"],
 }
 
 SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="modelopt", activations="mxfp8")

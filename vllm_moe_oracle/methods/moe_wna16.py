@@ -20,7 +20,7 @@ from .wna16 import ConfigWna16MoEMethod, Wna16ConfigMixin
 SERVES = {
     "schemes": ["wna16"],
     "quantizations": {"moe_wna16": "MoeWNA16Config"},
-    "replaces": {"moe_wna16:MoeWNA16Config": "MoeWNA16Config", "moe_wna16:MoeWNA16Method": "MoeWNA16Method"},
+    "replaces": ["moe_wna16:MoeWNA16Config", "moe_wna16:MoeWNA16Method"],
 }
 
 _WHERE = "quantization_config"

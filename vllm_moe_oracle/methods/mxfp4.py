@@ -31,7 +31,7 @@ from .wna16 import expert_layer_names
 SERVES = {
     "schemes": ["mxfp4"],
     "quantizations": {"mxfp4": "Mxfp4Config", "gpt_oss_mxfp4": "GptOssMxfp4Config", "deepseek_v4_fp8": None},
-    "replaces": {"mxfp4:GptOssMxfp4MoEMethod": "GptOssMxfp4MoEMethod", "mxfp4:Mxfp4MoEMethod": "Mxfp4MoEMethod"},
+    "replaces": ["mxfp4:GptOssMxfp4MoEMethod", "mxfp4:Mxfp4MoEMethod"],
 }
 
 _WHERE = "quantization_config"

@@ -31,10 +31,7 @@ from . import backend_check, rank_comparison, rank_sync, weight_loading
 from .base import PROCESSED_ATTRIBUTE, OracleMoEMethod
 
 SERVES = {
-    "replaces": {
-        "online.mxfp8:Mxfp8OnlineMoEMethod": "Mxfp8OnlineMoEMethod",
-        "online.mxfp8:Mxfp8OnlineLinearMethod": "Mxfp8OnlineLinearMethod",
-    },
+    "replaces": ["online.mxfp8:Mxfp8OnlineMoEMethod", "online.mxfp8:Mxfp8OnlineLinearMethod"],
 }
 
 _NAN_BYTE = 0xFF

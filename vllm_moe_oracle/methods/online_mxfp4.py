@@ -12,7 +12,7 @@ from ..schemes import mxfp4
 from .online import OnlineMoEMethod
 
 SERVES = {
-    "replaces": {"online.mxfp4:Mxfp4OnlineMoEMethod": "Mxfp4OnlineMoEMethod"},
+    "replaces": ["online.mxfp4:Mxfp4OnlineMoEMethod"],
 }
 
 

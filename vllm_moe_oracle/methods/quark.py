@@ -21,10 +21,7 @@ from .mxfp4 import BaseMxfp4MoEMethod, activation_precision, mxfp4_scheme
 SERVES = {
     "schemes": ["mxfp4"],
     "quantizations": {"quark": None},
-    "replaces": {
-        "quark.quark_moe:QuarkOCP_MX_MoEMethod": "QuarkOCP_MX_MoEMethod",
-        "quark.quark:QuarkConfig.get_quant_method": "get_quant_method",
-    },
+    "replaces": ["quark.quark_moe:QuarkOCP_MX_MoEMethod", "quark.quark:QuarkConfig.get_quant_method"],
 }
 
 _WHERE = "quantization_config"
