@@ -82,7 +82,8 @@ def packages_of(kind: str, version: str) -> dict[str, str]:
 DEFAULT_PACKAGES = {"cuda": packages_of("cuda", NEWEST), "cpu": packages_of("cpu", CPU_RELEASES[-1])}
 """Packages of an installation of the newest tested release, by kind of device."""
 
-_ROUTED_EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts"
+_COMPAT = "vllm_moe_oracle.compat"
+_LEGACY = f"{_COMPAT}.legacy_adapters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +93,14 @@ class ReleaseGroup:
     Attributes:
         first: minor release that it begins with.
         adapter: ``module:Class`` of the adapter; imported inside vLLM only.
-        layer: ``module:Class`` of vLLM's MoE layers.
         change: what vLLM changed with `first`.
+        layer: ``module:Class`` of vLLM's MoE layers.
     """
 
     first: str
     adapter: str
-    layer: str
     change: str
+    layer: str = "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts"
 
     @property
     def releases(self) -> tuple[str, ...]:
@@ -110,40 +111,15 @@ class ReleaseGroup:
 RELEASE_GROUPS = (
     ReleaseGroup(
         "0.22",
-        "vllm_moe_oracle.compat.legacy_adapters:Vllm022Adapter",
-        "vllm.model_executor.layers.fused_moe.layer:FusedMoE",
+        f"{_LEGACY}:Vllm022Adapter",
         "the MoE layer holds router, weights and runner in one class",
+        "vllm.model_executor.layers.fused_moe.layer:FusedMoE",
     ),
-    ReleaseGroup(
-        "0.24",
-        "vllm_moe_oracle.compat.legacy_adapters:Vllm024Adapter",
-        _ROUTED_EXPERTS,
-        "routed experts are a layer of their own",
-    ),
-    ReleaseGroup(
-        "0.27",
-        "vllm_moe_oracle.compat.legacy_adapters:Vllm027Adapter",
-        _ROUTED_EXPERTS,
-        "the layer loads biases of single experts",
-    ),
-    ReleaseGroup(
-        "0.28",
-        "vllm_moe_oracle.compat.legacy_adapters:Vllm028Adapter",
-        _ROUTED_EXPERTS,
-        "Humming's experts no longer take the layer",
-    ),
-    ReleaseGroup(
-        "0.30",
-        "vllm_moe_oracle.compat.legacy_adapters:Vllm030Adapter",
-        _ROUTED_EXPERTS,
-        "the modular kernel runs on a CPU",
-    ),
-    ReleaseGroup(
-        "0.31",
-        "vllm_moe_oracle.compat.adapter:Adapter",
-        _ROUTED_EXPERTS,
-        "the layer's config says whether routing is by hash",
-    ),
+    ReleaseGroup("0.24", f"{_LEGACY}:Vllm024Adapter", "routed experts are a layer of their own"),
+    ReleaseGroup("0.27", f"{_LEGACY}:Vllm027Adapter", "the layer loads biases of single experts"),
+    ReleaseGroup("0.28", f"{_LEGACY}:Vllm028Adapter", "Humming's experts no longer take the layer"),
+    ReleaseGroup("0.30", f"{_LEGACY}:Vllm030Adapter", "the modular kernel runs on a CPU"),
+    ReleaseGroup("0.31", f"{_COMPAT}.adapter:Adapter", "the layer's config says whether routing is by hash"),
 )
 """Oldest first."""
 
