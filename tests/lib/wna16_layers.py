@@ -24,6 +24,8 @@ Array = npt.NDArray[Any]
 Matrix = Literal["w13", "w2"]
 
 PACKINGS = ("gptq", "gptq_v2", "awq", "moe_wna16", "compressed-tensors", "compressed-tensors-int")
+INPUTS_FIRST = ("gptq", "gptq_v2", "awq")
+"""Packings whose files have input features first."""
 TWO_LAYOUTS = ("compressed-tensors", "compressed-tensors-int")
 NAMES = {
     **dict.fromkeys(("gptq", "gptq_v2", "awq", "moe_wna16"), ("qweight", "scales", "qzeros", "g_idx")),
@@ -99,43 +101,31 @@ class Contents:
             rank: which.
             ranks: tensor-parallel size.
         """
-        packing, scheme = self.problem.scheme.packing, self.problem.scheme
-        codes, scale, zero, index = NAMES[packing]
-        found: dict[str, Tensor] = {}
-        for matrix in ("w13", "w2"):
-            # Files of all packings but GPTQ's and AWQ's have outputs first.
-            inputs_first = packing in ("gptq", "gptq_v2", "awq")
-            tensors = {
-                codes: _stacked(packing, scheme.bits, self.codes[matrix], zeros=False),
-                scale: self.scales[matrix].transpose(1, 2) if inputs_first else self.scales[matrix],
-            }
-            if scheme.zero_points:
-                tensors[zero] = _stacked(packing, scheme.bits, self.zeros[matrix], zeros=True)
-            rows, columns = (2, 1) if inputs_first else (1, 2)
-            if scheme.act_order != "group":
-                repeats = scheme.group_size // effective_group(self.problem, ranks) if scheme.group_size > 0 else 1
-                for name in {scale, zero} & set(tensors):
-                    tensors[name] = tensors[name].repeat_interleave(repeats, columns)
-            whole = scheme.act_order == "group"
-            for name, tensor in tensors.items():
-                if matrix == "w13":
-                    halves = tensor.chunk(2 if self.problem.activation.gated else 1, rows)
-                    tensor = torch.cat([half.chunk(ranks, rows)[rank] for half in halves], rows)
-                elif name == codes or not (whole or tensor.shape[columns] == 1):
-                    tensor = tensor.chunk(ranks, columns)[rank]
-                if transposed:
-                    tensor = tensor.transpose(1, 2)
-                found[f"{matrix}_{name}"] = tensor.contiguous()
-            if whole and scheme.group_size != -1:
-                groups = torch.from_numpy(self.groups[matrix]).to(torch.int32)
-                found[f"{matrix}_{index}"] = groups if matrix == "w13" else groups.chunk(ranks, 1)[rank].contiguous()
-            if self.biases:
-                bias = self.biases[matrix]
-                if matrix == "w13":
-                    halves = bias.chunk(2 if self.problem.activation.gated else 1, 1)
-                    bias = torch.cat([half.chunk(ranks, 1)[rank] for half in halves], 1)
-                found[f"{matrix}_bias"] = bias.contiguous()
-        return found
+        scheme, files = self.problem.scheme, self.files()
+        codes, scale, zero, index = NAMES[scheme.packing]
+        rows, columns = (1, 0) if scheme.packing in INPUTS_FIRST else (0, 1)
+        whole, repeats = scheme.act_order == "group", 1
+        if scheme.group_size > 0 and not whole:
+            repeats = scheme.group_size // effective_group(self.problem, ranks)
+        found: dict[str, list[Tensor]] = {}
+        for (expert, shard, name), tensor in files.items():
+            if shard == "w3" or name == "weight_shape":
+                continue
+            matrix, flat = "w2" if shard == "w2" else "w13", tensor.dim() == 1
+            gated = shard == "w1" and self.problem.activation.gated
+            halves = [tensor, files[expert, "w3", name]] if gated else [tensor]
+            if name in (scale, zero):
+                halves = [half.repeat_interleave(repeats, columns) for half in halves]
+            if name == index:
+                made = tensor if matrix == "w13" else tensor.chunk(ranks)[rank]
+            elif matrix == "w13":
+                made = torch.cat([half.chunk(ranks, 0 if flat else rows)[rank] for half in halves], 0 if flat else rows)
+            elif flat or (name != codes and (whole or halves[0].shape[columns] == 1)):
+                made = halves[0]
+            else:
+                made = halves[0].chunk(ranks, columns)[rank]
+            found.setdefault(f"{matrix}_{name}", []).append(made.T if transposed and not flat else made)
+        return {name: torch.stack(experts) for name, experts in found.items()}
 
     def files(self, packing: str = "") -> dict[tuple[int, str, str], Tensor]:
         """What a tool writes: a tensor by expert, projection (w1 gate, w2 down, w3 up) and the end of its name.
@@ -145,7 +135,7 @@ class Contents:
         """
         packing, scheme = packing or self.problem.scheme.packing, self.problem.scheme
         codes, scale, zero, index = NAMES[packing]
-        inputs_first = packing in ("gptq", "gptq_v2", "awq")
+        inputs_first = packing in INPUTS_FIRST
         found: dict[tuple[int, str, str], Tensor] = {}
         for expert in range(self.problem.num_experts):
             for shard, matrix, half in (("w1", "w13", 0), ("w3", "w13", 1), ("w2", "w2", 0)):
@@ -182,10 +172,6 @@ def effective_group(problem: Problem, ranks: int) -> int:
     while group > 32 and (problem.hidden_size % group or inner % group):
         group //= 2
     return group
-
-
-def _stacked(packing: str, bits: int, values: Array, zeros: bool) -> Tensor:
-    return torch.from_numpy(np.stack([reference.pack_integers(packing, bits, each, zeros) for each in values]))
 
 
 def contents_of(layer: Problem, seed: int = 0) -> Contents:
