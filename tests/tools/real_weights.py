@@ -42,6 +42,7 @@ from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.measuring.verifying import LayerPlan, Verification
 from vllm_moe_oracle.verification import inputs, self_check, token_stream, whole_layer
+from vllm_moe_oracle.verification.layer_result import LayerResult
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "accuracy" / "self_check.json"
 LAYERS = 3
@@ -91,7 +92,7 @@ def at_load(backend: Backend, plan: LayerPlan, device: Device, raw: dict[str, Te
     return self_check.compare_with_reference(backend, plan.problem, own, raw, moe, current_adapter())
 
 
-def whole(backend: Backend, made: Verification, plan: LayerPlan, device: Device) -> whole_layer.LayerOutcome:
+def whole(backend: Backend, made: Verification, plan: LayerPlan, device: Device) -> LayerResult:
     """The check of `verify`, without the one at load."""
     assert plan.tensors is not None
     tokens = token_stream.TokenStream(made.files, plan.problem.hidden_size, made.gemma_norms).inputs(plan.tensors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.verification import process_state, whole_layer
+from vllm_moe_oracle.verification.layer_result import LayerResult
 
 SMALL: dict[str, Any] = {"experts": 12, "top_k": 3, "hidden_size": 128, "intermediate_size": 64, "has_bias": True}
 LAYERS = {
@@ -49,17 +49,20 @@ def layer_check(layer: Problem, weights: dict[str, Tensor], at_load: bool = Fals
     return whole_layer.LayerCheck(layer, read, tokens, current_adapter(), "cpu", read_raw if at_load else None)
 
 
-def run(backend: Any, layer: Problem, **more: Any) -> whole_layer.LayerOutcome:
+def run(backend: Any, layer: Problem, **more: Any) -> LayerResult:
     return layer_check(layer, loaded(layer), **more).run(backend, backend.plan(layer, CPU))
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_right_kernel_passes(name: str) -> None:
-    found = run(Faulty("right"), LAYERS[name], at_load=True)
-    assert not found.fault and not found.faulty and found.outliers == 0
-    assert 0 < found.error < found.worst < found.allowed
-    assert found.experts == 12 and found.calls >= whole_layer.CALLS + 1 + len(whole_layer._RELOADED_CALLS)
-    assert found.outputs.shape == (24, 128) and found.peak > 5
+    right, layer = Faulty("right"), LAYERS[name]
+    check = layer_check(layer, loaded(layer), at_load=True)
+    found = check.run(right, right.plan(layer, CPU))
+    assert not found.fault and not found.faulty_experts and found.outliers == 0
+    assert None not in (found.error, found.worst, found.allowed)
+    assert 0 < found.error < found.worst < found.allowed  # type: ignore[operator]
+    assert found.experts_checked == 12 and found.calls >= whole_layer.CALLS + 1 + len(whole_layer._RELOADED_CALLS)
+    assert check.outputs.shape == (24, 128) and found.peak is not None and found.peak > 5
 
 
 def test_the_reference_itself_makes_few_calls() -> None:
@@ -127,14 +130,14 @@ class OneExpert(Faulty):
 )
 def test_a_fault_in_one_expert_is_found_and_the_expert_is_named(name: str, change: Any) -> None:
     found = run(OneExpert("one", change, 7), LAYERS[name])
-    assert found.faulty == (7,) and "expert 7 is wrong by itself" in found.fault, found.fault
+    assert found.faulty_experts == (7,) and "expert 7 is wrong by itself" in found.fault, found.fault
 
 
 def test_one_wrong_expert_of_64_is_named() -> None:
     layer = problem(**{**SMALL, "experts": 64, "top_k": 4}, scheme=MXFP8, activation=OAI)
     found = run(Faulty("one", compute=lib.wrong_experts(lambda index: index == 41)), layer)
     # Its place is wrong: before the reload it holds this expert, after it the one before.
-    assert found.faulty == (40, 41) and "experts 40, 41 are wrong by themselves" in found.fault
+    assert found.faulty_experts == (40, 41) and "experts 40, 41 are wrong by themselves" in found.fault
 
 
 EVERYWHERE: list[tuple[Faulty, list[str]]] = [
@@ -170,14 +173,14 @@ def test_a_fault_is_found(fault: Faulty, name: str) -> None:
 
 def test_a_layer_of_which_nothing_was_compared_has_no_figures() -> None:
     found = run(Faulty("raises", compute=lib.raises), LAYERS["16 bit"])
-    assert found.fault and (found.blocks, found.experts, found.calls) == (0, 0, 1)
-    assert all(map(math.isnan, (found.error, found.worst, found.allowed)))
+    assert found.fault and (found.blocks, found.experts_checked, found.calls) == (0, 0, 1)
+    assert (found.error, found.worst, found.allowed) == (None, None, None)
 
 
 def test_the_words_say_when_and_where() -> None:
     layer = LAYERS["16 bit"]
     late = run(Faulty("late", compute=after(lambda out: out[7:].mul_(1.3), lambda tokens: 8 <= tokens < 20)), layer)
-    assert "9 tokens" in late.fault and "a token of experts" in late.fault and not late.faulty
+    assert "9 tokens" in late.fault and "a token of experts" in late.fault and not late.faulty_experts
     kept = run(Kept("kept"), layer)
     assert "after a reload" in kept.fault
     every = run(Faulty("all", lib.swap_halves), layer)
@@ -194,7 +197,7 @@ def test_a_tiny_expert_does_not_hide_behind_the_others() -> None:
     assert not layer_check(layer, weights).run(wrong, wrong.plan(layer, CPU)).fault
     shifted = OneExpert("one", lib.shift("w2_scale", 1), 5)
     found = layer_check(layer, weights).run(shifted, shifted.plan(layer, CPU))
-    assert found.faulty[:1] == (5,) and found.fault
+    assert found.faulty_experts[:1] == (5,) and found.fault
 
 
 def test_experts_of_zeros_pass() -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -36,6 +35,7 @@ from ..oracle.watchdog import doing
 from ..releases.gemma_norms import has_gemma_norms
 from ..settings import AUTO, Settings, env_var
 from ..untrusted import boundary, complete_lines, parse_json
+from ..verification.layer_result import LayerResult, Status
 from ..whole_files import writing
 
 if TYPE_CHECKING:
@@ -43,11 +43,6 @@ if TYPE_CHECKING:
     from ..verification.checkpoint_tensors import StoredExperts, TensorFiles
     from ..verification.token_stream import LayerInputs, TokenStream
     from ..verification.whole_layer import LayerCheck
-
-Status = Literal["passed", "failed", "ended", "damaged", "no_backend", "stock"]
-"""``passed`` and ``failed``: compared. ``ended``: the process of the check ended meanwhile. ``damaged``: the weights
-cannot be computed with, or are 0 in all experts. ``no_backend``: no server starts. ``stock``: left to stock vLLM, not
-compared."""
 
 OnCheck = Callable[[str, str], None]
 """Receives a layer and its backend that are about to be compared."""
@@ -60,51 +55,6 @@ def _ignore_check(layer: str, backend: str) -> None:
 _MAX_RESUME_BYTES = 64 << 20
 _RESUME_KIND = "vllm-moe-oracle verify"
 _MAX_TOKENS = 2048
-
-
-class LayerResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The result of checking one layer with one backend. Figures that are no finite numbers are None, and so are errors
-    where no output was compared.
-
-    Attributes:
-        layer: the layer's name.
-        backend: the backend; "" where none was compared.
-        status: see `Status`.
-        error: relative L2 error of all compared outputs together.
-        worst: largest relative error of a block of 32 columns, a column or a token.
-        allowed: largest error that the formats explain.
-        outliers: blocks that are off by more.
-        blocks: compared blocks.
-        experts_checked: experts that were compared.
-        experts: experts of the layer.
-        calls: calls of the kernel.
-        faulty_experts: experts that are wrong by themselves.
-        fault: what is wrong, or why nothing was compared.
-        warnings: what a server would warn of as it loads the layer.
-        inputs: what the inputs are made of.
-        peak: largest input value over the root mean square of its token.
-        memory: bytes that the check of the layer held.
-        seconds: duration.
-    """
-
-    layer: str
-    backend: str
-    status: Status
-    error: float | None = None
-    worst: float | None = None
-    allowed: float | None = None
-    outliers: int = 0
-    blocks: int = 0
-    experts_checked: int = 0
-    experts: int = 0
-    calls: int = 0
-    faulty_experts: tuple[int, ...] = ()
-    fault: str = ""
-    warnings: tuple[str, ...] = ()
-    inputs: str = ""
-    peak: float | None = None
-    memory: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -358,21 +308,15 @@ class Verification:
                 remedy = f"{env_var('disable')}={candidate} leaves it out"
                 try:
                     with doing(f"the check of {candidate} in {problem.layer}", remedy):
-                        found = check.run(backend, own, edges)
+                        result = check.run(backend, own, edges)
                 except WeightsRefused as error:
                     refusal = str(error)
                 except BackendDefect as error:  # of a method that had answered when the layer was decided
                     fault = "; ".join([str(error), *notes])
                     return LayerResult(problem.layer, name, "failed", fault=fault), None
                 else:
-                    fault = "; ".join([*([found.fault] if found.fault else []), *notes])
-                    result = LayerResult(
-                        problem.layer, name, "failed" if found.fault else "passed", _finite(found.error),
-                        _finite(found.worst), _finite(found.allowed), found.outliers, found.blocks, found.experts,
-                        problem.num_experts, found.calls, found.faulty, fault,
-                        peak=_finite(found.peak), memory=found.memory,
-                    )  # fmt: skip
-                    return result, found.outputs
+                    fault = "; ".join(filter(None, (result.fault, *notes)))
+                    return msgspec.structs.replace(result, backend=name, fault=fault), check.outputs
             notes.append(f"{candidate} refuses the layer ({refusal})")
         fault = "; ".join([*notes, "no other candidate is left"])
         return LayerResult(problem.layer, name, "failed", fault=fault), None
@@ -389,10 +333,6 @@ def _architectures(config: CheckpointFiles) -> Iterator[object]:
     for part in (config.full_config, config.model_config):
         found = part.get("architectures")
         yield from found if isinstance(found, list) else ()
-
-
-def _finite(value: float) -> float | None:
-    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 # --- Resuming ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +33,7 @@ from ..errors import BackendDefect, CheckpointError, HostMemoryError, asked_memo
 from ..layouts.byte_views import cat_bytes
 from ..oracle.checked_backend import overrides, watched_calls, watched_kernel
 from . import bounds, inputs, process_state, routing, self_check
+from .layer_result import LayerResult
 from .tolerances import rounding_error
 
 if TYPE_CHECKING:
@@ -54,39 +56,6 @@ ReadExpert = Callable[[int], dict[str, Tensor]]
 
 class WeightsRefused(Exception):
     """A backend cannot hold an expert's weights; a server takes the next candidate then."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerOutcome:
-    """The result of checking one layer with one backend. Errors are NaN where no output was compared.
-
-    Attributes:
-        error: relative L2 error of all compared outputs together.
-        worst: largest relative error of a block of columns, a column or a token, as the check at load gives it.
-        allowed: largest error that the formats explain, for the expert with the largest.
-        outliers: compared blocks of 32 columns that are off by more.
-        blocks: compared blocks.
-        experts: experts that were compared by themselves, or that mixed tokens reached.
-        calls: calls of the kernel.
-        faulty: experts that are wrong by themselves.
-        fault: what is wrong, in words; "" when nothing is.
-        peak: largest input value over the root mean square of its token: how far outliers stand out.
-        memory: bytes of the kernel's tensors, of one expert, and of its matrices in float32.
-        outputs: the reference's outputs of the mixed tokens, float32 `[M, hidden]`.
-    """
-
-    error: float
-    worst: float
-    allowed: float
-    outliers: int
-    blocks: int
-    experts: int
-    calls: int
-    faulty: tuple[int, ...]
-    fault: str
-    peak: float
-    memory: int
-    outputs: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +85,10 @@ class LayerCheck:
         routed_problem: the layer.
         adapter: vLLM's side.
         kind: where kernels run.
+        outputs: after `run`, the reference's outputs of the mixed tokens, float32 `[M, hidden]`.
     """
+
+    outputs: Tensor
 
     def __init__(
         self,
@@ -147,7 +119,7 @@ class LayerCheck:
         self._ids = torch.cat((ids, ids[:1])).long()
         self._device = torch.device("cuda" if kind == "cuda" else "cpu")
 
-    def run(self, backend: Backend, plan: ShardPlan, hand_overs: tuple[int, ...] = ()) -> LayerOutcome:
+    def run(self, backend: Backend, plan: ShardPlan, hand_overs: tuple[int, ...] = ()) -> LayerResult:
         """Checks a backend.
 
         Args:
@@ -171,7 +143,7 @@ class LayerCheck:
             remedy = "Free memory, or use a larger machine"
             raise HostMemoryError(f"{rule} ({describe_error(error)})", remedy, self.problem.layer) from error
 
-    def _run(self, backend: Backend, plan: ShardPlan, hand_overs: tuple[int, ...]) -> LayerOutcome:
+    def _run(self, backend: Backend, plan: ShardPlan, hand_overs: tuple[int, ...]) -> LayerResult:
         mixed, isolated = self._mixed(backend), None if backend.monolithic else self._isolated()
         sums = _ExpertSums(self.problem, backend, [each for each in (mixed, isolated) if each is not None])
         made = KernelTensors(backend, self.problem, plan)
@@ -194,7 +166,8 @@ class LayerCheck:
             fault = self._check_at_load(backend, plan, hand_overs)
         sizes = self._x[:-1].float()
         peak = float((sizes.abs().amax(-1) / sizes.square().mean(-1).sqrt().clamp(min=1e-30)).amax())
-        return calls.outcome(fault, peak, batches[0].reference.expected[: len(self._x) - 1])
+        self.outputs = batches[0].reference.expected[: len(self._x) - 1]
+        return calls.result(fault, peak)
 
     def _on_device(self, index: int) -> dict[str, Tensor]:
         return {name: tensor.to(self._device) for name, tensor in self._read(index).items()}
@@ -524,13 +497,12 @@ class _LayerCalls:
         reloaded = ", after a reload" if self.shift else ""
         self._faults.setdefault(kind, f"call {self.count}, {len(rows)} tokens{reloaded}: {words}")
 
-    def outcome(self, fault: str, peak: float, outputs: Tensor) -> LayerOutcome:
+    def result(self, fault: str, peak: float) -> LayerResult:
         """Everything together.
 
         Args:
             fault: what is wrong besides the numbers; "" for nothing.
-            peak: see `LayerOutcome`.
-            outputs: likewise.
+            peak: see `LayerResult`.
         """
         faults = [*self._faults.values(), *([fault] if fault else [])]
         experts = self._check.problem.num_experts
@@ -539,20 +511,29 @@ class _LayerCalls:
             whose = f"all {experts} experts" if every else _experts(sorted(self._faulty))
             faults.insert(0, f"{whose} {'is wrong by itself' if len(self._faulty) == 1 else 'are wrong by themselves'}")
         error, size = self._errors.tolist()
-        return LayerOutcome(
-            error=math.nan if not self._blocks else (error / size) ** 0.5 if size else float(error > 0),
-            worst=self._worst if self._blocks else math.nan,
-            allowed=self._tolerance if self._blocks else math.nan,
+        found = LayerResult(
+            self._check.problem.layer,
+            self._made.backend.name,
+            "failed" if faults else "passed",
             outliers=self._outliers,
             blocks=self._blocks,
-            experts=len(self._compared),
+            experts_checked=len(self._compared),
+            experts=experts,
             calls=self.count,
-            faulty=tuple(sorted(self._faulty)),
+            faulty_experts=tuple(sorted(self._faulty)),
             fault="; ".join(faults),
-            peak=peak,
+            peak=_finite(peak),
             memory=self._made.nbytes,
-            outputs=outputs,
         )
+        if not self._blocks:
+            return found
+        whole = (error / size) ** 0.5 if size else float(error > 0)
+        figures = {"error": whole, "worst": self._worst, "allowed": self._tolerance}
+        return msgspec.structs.replace(found, **{name: _finite(each) for name, each in figures.items()})
+
+
+def _finite(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def _experts(numbers: list[int]) -> str:

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -22,12 +22,10 @@ from ...devices import detect
 from ...errors import DamagedCheckpointError, SettingError
 from ...oracle.backend_names import check_backend_names
 from ...settings import AUTO, Settings, env_var
+from ...verification.layer_result import LayerResult
 from .. import child_process, layer_arguments, output
 from ..arguments import AdditionalConfig, AsJson, Assignments, Dtype, command_settings, file_option, name_option
 from ..usage_hints import require_a_path
-
-if TYPE_CHECKING:
-    from ...measuring.verifying import LayerResult
 
 EXIT_FAILED = 1
 """Exit status when a layer is wrong, damaged or not engaged."""
@@ -226,8 +224,6 @@ class _Answer:
 
     def ended(self, why: str, was_asked: bool) -> int:
         """See `child_process.Unfinished`."""
-        from ...measuring.verifying import LayerResult
-
         self.stopped = "ended"
         if was_asked:
             self.print()
