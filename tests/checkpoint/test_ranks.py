@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -207,3 +208,16 @@ def test_an_all_to_all_that_rounds_the_hidden_size_is_refused(read: Any) -> None
     with pytest.raises(NoBackendError, match="between data-parallel ranks on a CPU") as caught:
         check_exchange(read(data, 1, dp=2), "allgather_reducescatter", "cpu")
     assert caught.value.remedy == "Use --tp instead of --dp"
+
+
+def test_an_all_to_all_that_vllms_lora_layer_refuses(read: Any) -> None:
+    """It compares the option with expert parallelism, also where no tokens are exchanged."""
+    for ranks, refused in (({"tp": 2, "ep": True}, True), ({"tp": 2}, False), ({}, False)):
+        layer = dataclasses.replace(read(quantized(), ranks.get("tp", 1), ranks.get("ep", False)), lora=True)
+        check_exchange(layer, "allgather_reducescatter", "cuda")
+        if refused:
+            with pytest.raises(NoBackendError, match=r"the option says nixl_ep. Leave out --all2all-backend"):
+                check_exchange(layer, "nixl_ep", "cuda")
+        else:
+            check_exchange(layer, "nixl_ep", "cuda")
+        check_exchange(dataclasses.replace(layer, lora=False), "nixl_ep", "cuda")

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from tests.lib.cli import CONFIGS, Run, Write
-from tests.lib.configs import INT4, PACKED, compressed, config, group, quantized
+from tests.lib.configs import GPTQ, INT4, PACKED, compressed, config, group, quantized
 from vllm_moe_oracle.cli import layer_arguments
 from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.devices import detect
@@ -476,6 +476,22 @@ def test_experts_that_vllms_loader_would_lose_are_not_left_to_stock(
     assert found.status == 3 and group["left_to_stock"] is None
     assert f"gives each of {total} ranks {32 // total} of 32 experts, which leaves 2 without a rank" in group["failure"]
     assert ways in group["failure"] and not any("left to stock" in each for each in found.json["notes"])
+
+
+@pytest.mark.parametrize("device", [A100, H200, ("--device", "nvidia-b200")], ids=lambda device: device[1])
+@pytest.mark.parametrize("format_", [quantized()["quantization_config"], GPTQ], ids=["mxfp8", "gptq"])
+def test_what_vllms_lora_layer_does_not_do_ends_the_start(
+    format_: dict[str, Any], device: tuple[str, ...], run: Run, write: Write
+) -> None:
+    path = write(quantization_config=format_)
+    for options in (
+        ("--tp", 2, "--ep", "--eplb"), ("--dp", 2), ("--dp", 2, "--ep"), ("--tp", 2, "--dp", 2, "--ep"),
+        ("--tp", 2, "--ep", "--all2all-backend", "nixl_ep"), ("--dp", 2, "--backend", "emulation"),
+    ):  # fmt: skip
+        refused = run("explain", path, *device, "--brief", "--lora", *options)
+        assert refused.status == 3 and "backend none" in refused.text and "stock vLLM cannot run it" in refused.text
+        assert "left to stock" not in refused.text and "gain over stock" not in refused.text
+    assert run("explain", path, *device, "--brief", "--lora", "--tp", 2, "--ep").status == 0
 
 
 def test_a_size_that_no_stock_class_pads_has_no_backend(run: Run, write: Write) -> None:

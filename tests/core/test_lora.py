@@ -1,12 +1,26 @@
-"""Which layers LoRA adapters may reach, by the names of the modules that they are for."""
+"""Which layers LoRA adapters may reach, and which of these are served with them, by vLLM's code."""
 
 from __future__ import annotations
 
+import itertools
+from typing import get_args
+
 import pytest
 
+from tests.lib.cases import B200, CPU, H200, INT4_G128, MXFP8, problem
+from tests.lib.releases import every_release, sources
 from vllm_moe_oracle.core.lora import targets_experts
+from vllm_moe_oracle.core.problem import Device, Parallel, Placement, Problem, Scheme
+from vllm_moe_oracle.devices.catalog import known_device
+from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.oracle.selection import evaluate_candidates
+from vllm_moe_oracle.oracle.stock_choice import choose_stock
+from vllm_moe_oracle.oracle.stock_kernels import is_loadable
+from vllm_moe_oracle.settings import Settings
 
 LAYER = "model.layers.3.mlp.experts"
+MXFP4 = Scheme("mxfp4", 4, 32, "modelopt")
+DEVICES = [known_device("nvidia-a100"), H200, B200, CPU]
 
 
 @pytest.mark.parametrize(
@@ -24,3 +38,62 @@ def test_names_of_experts_and_names_that_may_be_theirs_count(target: str) -> Non
 def test_a_layer_of_another_name_is_known_by_its_last_part() -> None:
     assert targets_experts(["ffn"], "model.layers.0.ffn") and not targets_experts(["ffn"], LAYER)
     assert not targets_experts([], LAYER)
+
+
+def held(experts: int, ranks: int, rank: int, placement: Placement) -> list[int]:
+    """The experts of a rank, as vLLM's `determine_expert_map` places them."""
+    if placement == "round_robin":
+        return [*range(rank, experts, ranks)]
+    start = sum(experts // ranks + (other < experts % ranks) for other in range(rank))
+    return [*range(start, start + experts // ranks + (rank < experts % ranks))]
+
+
+def gets_its_adapters(layer: Problem) -> bool:
+    """Whether each rank computes with the adapters of its experts and of all tokens, by vLLM's code: it cuts adapters
+    at ``ep_rank * local_num_experts``, moves none, and computes those of its own batch."""
+    parallel = layer.parallel
+    owned = [held(layer.num_experts, parallel.ep, rank, parallel.placement) for rank in range(parallel.ep)]
+    cut = all(each == [*range(rank * len(each), (rank + 1) * len(each))] for rank, each in enumerate(owned))
+    return cut and not layer.eplb and parallel.dp == 1 and not parallel.is_batched
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
+@pytest.mark.parametrize("scheme", [MXFP8, MXFP4, INT4_G128], ids=lambda scheme: scheme.name)
+def test_no_backend_gets_adapters_that_vllm_misplaces(scheme: Scheme, device: Device) -> None:
+    """Of all registered backends, over functions and over vLLM's classes, and of stock vLLM."""
+    registry, runs = default_registry(), False
+    for tp, dp, use_ep, eplb, experts, placement in itertools.product(
+        (1, 2, 3), (1, 2), (False, True), (False, True), (12, 13), get_args(Placement)
+    ):
+        ep = tp * dp if use_ep else 1
+        if ep == 1 and (use_ep or eplb or placement == "round_robin"):
+            continue  # vLLM has these among several ranks with different experts alone
+        parallel = Parallel(tp=1 if use_ep else tp * dp, ep=ep, dp=dp, placement=placement)
+        local = -(-experts // ep)
+        layer = problem(
+            scheme=scheme, num_experts=experts, local_experts=local, parallel=parallel, eplb=eplb, lora=True
+        )
+        candidates = evaluate_candidates(layer, device, Settings())
+        takers = [each.name for each in registry.for_scheme(scheme.name) if not each.check(layer, device).reasons]
+        if gets_its_adapters(layer):
+            assert is_loadable(candidates), layer
+            runs = runs or bool(takers)
+            continue
+        assert not takers and not is_loadable(candidates), layer
+        stock = choose_stock(layer, device, registry)
+        assert stock is not None and stock.refusal, layer
+    assert runs == (device.kind == "cuda")
+
+
+@every_release
+def test_vllm_leaves_adapters_where_the_rules_say(release: str) -> None:
+    """What the rules rest on. A release that changes one of these lines may serve more than they allow."""
+    folder = sources(release) / "vllm" / "lora"
+    code = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.py")}
+    assert not [name for name, text in code.items() if "eplb" in text.lower()]
+    manager, layer = code["model_manager.py"], code["layers/fused_moe.py"]
+    assert "expert_start = ep_rank * local_num_experts" in manager and "expert_map" not in manager + layer
+    assert 'assert all2all_backend == "allgather_reducescatter"' in layer
+    kernels, metadata = code["punica_wrapper/punica_gpu.py"], code["ops/triton_ops/lora_kernel_metadata.py"]
+    assert "token_lora_mapping" in kernels and "self.token_mapping_meta.meta_args" in kernels
+    assert "torch.unique(" in metadata and "all_reduce" not in metadata + kernels

@@ -186,7 +186,7 @@ def _check_graph(layer: Layer, tokens: int) -> None:
 def main() -> None:
     """See the module."""
     from vllm_moe_oracle import plugin
-    from vllm_moe_oracle.backends.emulation import Emulation
+    from vllm_moe_oracle.core import lora
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scheme", required=True)
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--of-both", action="store_true")
     args = parser.parse_args()
     if args.device == "cpu":  # the rule is about vLLM's kernels, which `TorchPunica` replaces
-        Emulation.rules = tuple(rule for rule in Emulation.rules if rule.code != "lora.device")
+        lora.LORA_RULES = tuple(rule for rule in lora.LORA_RULES if rule.code != "lora.device")
     table = backend_table.table_of(args.scheme)
     backend_table.join_alone(args.device)
     plugin.register()

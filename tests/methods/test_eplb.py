@@ -16,7 +16,7 @@ from tests.lib.cases import B200, CPU, H200, problem
 from vllm_moe_oracle import schemes
 from vllm_moe_oracle.backends import Backend
 from vllm_moe_oracle.compat import weight_storage
-from vllm_moe_oracle.core.problem import MX_BLOCK, Activation, Device, Problem, Routing, Scheme
+from vllm_moe_oracle.core.problem import MX_BLOCK, Activation, Device, Parallel, Problem, Routing, Scheme
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.releases.supported import DEFAULT_PACKAGES
 from vllm_moe_oracle.schemes import mxfp4, mxfp8
@@ -214,23 +214,30 @@ def test_lora_is_refused_on_padded_sizes() -> None:
     assert not backend.check(problem(lora=True), H200).reasons
 
 
-@pytest.mark.parametrize("name", ["emulation", "hopper_mxfp8"])
-def test_what_keeps_adapters_from_backends_over_functions(name: str) -> None:
-    backend = default_registry()[name]
+@pytest.mark.parametrize("backend", [backend for backend in default_registry() if backend.capabilities.lora], ids=str)
+def test_what_keeps_adapters_from_every_backend_that_takes_them(backend: Backend) -> None:
+    def codes(device: Device = H200, **changes: Any) -> set[str]:
+        case = problem(scheme=SCHEMES[backend.schemes[0]], lora=True, **changes)
+        return {reason.code for reason in backend.check(case, device).reasons}
 
-    def codes(device: Device = H200, **changes: Any) -> list[str]:
-        return [reason.code for reason in backend.check(problem(lora=True, **changes), device).reasons]
-
-    assert codes() == []
+    plain = codes()
+    assert not any(code.startswith("lora") for code in plain)
     assert "lora.device" in codes(CPU)
-    assert codes(format="batched") == ["lora.format"]
-    assert codes(eplb=True) == ["lora.eplb"]
-    assert codes(ep=2, dp=2) == ["lora.dp"] and codes(ep=2, tp=2) == []
+    assert codes(format="batched") - plain >= {"lora.format"}
+    assert codes(ep=2, eplb=True) - plain == {"lora.eplb"}
+    assert codes(ep=2, dp=2) - plain == {"lora.dp"} == codes(tp=2, dp=2) - plain and codes(ep=2) == plain
     assert "lora.batch_invariant" in codes(batch_invariant=True)
+    in_turn = Parallel(ep=2, placement="round_robin")
+    assert "lora.placement" in codes(parallel=in_turn) & codes(experts=127, ep=2)
+    ragged = {"intermediate_size": 384, "tp": 2, "ragged_intermediate_size": 640}
+    assert "lora.shards" in codes(**ragged)
+
+
+def test_the_words_about_shards_of_different_sizes() -> None:
     ragged = problem(intermediate_size=384, tp=2, ragged_intermediate_size=640)
+    backend = default_registry()["hopper_mxfp8"]
     assert not backend.check(ragged, H200).reasons
     (reason,) = backend.check(dataclasses.replace(ragged, lora=True), H200).reasons
-    assert reason.code == "lora.shards"
     assert "equal shards; 640 features over 2 ranks are 384 and less on the last" in reason.detail
 
 

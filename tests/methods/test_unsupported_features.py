@@ -18,7 +18,7 @@ from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.decision import Candidate, Reason, Rejected
 from vllm_moe_oracle.core.problem import Parallel
 from vllm_moe_oracle.devices import detect
-from vllm_moe_oracle.errors import NoBackendError
+from vllm_moe_oracle.errors import NoBackendError, SettingError
 from vllm_moe_oracle.methods import backend_selection, base, load_summary, rank_sync
 from vllm_moe_oracle.methods.base import OracleMoEMethod
 from vllm_moe_oracle.oracle.registry import default_registry
@@ -166,6 +166,25 @@ def test_a_layer_whose_hidden_size_vllm_rounds_up_stays_stock_vllms(
     assert left == (f"left to stock vLLM's Stock; the all-to-all {all2all} does not carry hidden size" in log.text)
 
 
+@pytest.mark.parametrize(("all2all", "refused"), [("nixl_ep", True), ("allgather_reducescatter", False)])
+def test_an_all_to_all_without_adapters_ends_the_start(
+    all2all: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's LoRA layer looks at the option alone: there is one data-parallel rank."""
+    layer = problem(parallel=Parallel(ep=2), lora=True)
+    release = current_adapter()
+    monkeypatch.setattr(release, "problem", lambda *arguments: layer)
+    monkeypatch.setattr(release, "require_original", lambda name: None)
+    monkeypatch.setattr(base, "current_layer", lambda: (torch.nn.Module(), layer.layer))
+    moe = config(lora=True)
+    moe.moe_parallel_config.all2all_backend = all2all
+    if not refused:
+        assert Deciding("config", moe) is not None
+        return
+    with pytest.raises(SettingError, match=r"with the all-to-all allgather_reducescatter alone.*Leave out"):
+        Deciding("config", moe)
+
+
 def test_on_a_cpu_a_layer_without_a_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "detect", lambda: CPU)
     with pytest.raises(NoBackendError, match="Buy one"):
@@ -220,12 +239,14 @@ def test_a_checkpoint_that_stock_vllm_does_not_read_is_an_error(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("asked", [{}, {"lora": True}, {"batched": True}])
+@pytest.mark.parametrize("code", ["expert_parallel.loader", "lora.eplb", "lora.dp", "lora.placement", "lora.format"])
 def test_what_vllms_loader_cannot_fill_is_an_error_before_it_loads(
-    asked: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    code: str, asked: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost = Rejected((Reason("expert_parallel.loader", "gives each of 2 ranks 3 of 7 experts", "tensor parallelism"),))
+    lost = Rejected((Reason(code, "gives each of 2 ranks 3 of 7 experts", "tensor parallelism"),))
     monkeypatch.setattr(Ours, "candidates", (Candidate("marlin_mxfp8", lost, 1.0),))
-    with pytest.raises(NoBackendError, match="stock vLLM's Stock gets its weights from the same loader") as caught:
+    words = "stock vLLM's Stock gets its weights and adapters from the same code"
+    with pytest.raises(NoBackendError, match=words) as caught:
         Ours(quant_config="config", moe_config=config(**asked))
     assert caught.value.candidates == Ours.candidates and caught.value.remedy == "Buy one"
 

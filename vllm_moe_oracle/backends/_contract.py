@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from ..core import lora
 from ..core.capabilities import Capabilities, Rule, violations
 from ..core.decision import Accepted, Numerics, Rejected, ShardPlan, TokenRange, Verdict
 from ..core.problem import ActivationPrecision, Device, Problem, SchemeName
@@ -226,7 +227,8 @@ class Backend(ABC):
 
     def check(self, problem: Problem, device: Device) -> Verdict:
         """Whether this backend can run the layer on the machine, with every rule that fails."""
-        reasons = violations(self.capabilities, self.rules, problem, device, lambda other: self.plan(other, device))
+        rules = (*lora.LORA_RULES, *self.rules) if self.capabilities.lora else self.rules
+        reasons = violations(self.capabilities, rules, problem, device, lambda other: self.plan(other, device))
         return Rejected(reasons) if reasons else Accepted()
 
     def priority(self, problem: Problem, device: Device) -> float:

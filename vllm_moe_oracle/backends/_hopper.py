@@ -13,14 +13,13 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.activations import ACTIVATIONS
-from ..core.capabilities import Capabilities, Rule
+from ..core.capabilities import Capabilities
 from ..core.decision import Numerics, ShardPlan
 from ..core.problem import ActivationPrecision, Device, Problem
 from ..core.sharding import loaded_group_size
 from ..layouts.float16_scales import MAX_SPREAD
 from ._contract import MAX_CHECK_TOKENS, Adapters, Backend, Builder, Tensors
 from ._hopper_warmup import MAX_LOADING_WORKSPACE, token_counts, warm_up
-from ._lora_rules import LORA_RULES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -189,7 +188,6 @@ class _LayerLaunches:
 class HopperBackend(Backend):
     """Experts over `vllm_moe_oracle.kernels.fused_moe`; a subclass names the weight format and its limits."""
 
-    rules: ClassVar[tuple[Rule, ...]] = LORA_RULES
     static_priority = 900.0  # after vLLM's own kernels: without measurements, the stock choice stands
     activation_precision: ClassVar[ActivationPrecision] = "16bit"
     triton_release_error = 0.024

@@ -19,7 +19,6 @@ from ..core.decision import Numerics, ShardPlan
 from ..core.problem import Activation, ActivationPrecision, Device, Problem
 from ..settings import env_var
 from ._contract import Adapters, Backend, Builder, Tensors
-from ._lora_rules import LORA_RULES
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +60,6 @@ class Emulation(Backend):
         eplb=True,
     )
     rules = (
-        *LORA_RULES,
         Rule(
             "activation.parameters.undefined",
             lambda problem, device: not _has_bounds(problem.activation),

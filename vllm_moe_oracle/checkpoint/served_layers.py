@@ -24,7 +24,14 @@ from .dtypes import dtype_refusal, read_dtype_option
 from .files import CheckpointFiles
 from .moe_layers import MoeLayers, find_moe_layers
 from .ranks import Ranks
-from .serving import as_served, carried_hidden_size, check_exchange, is_round_robin, why_eplb_is_refused
+from .serving import (
+    as_served,
+    carried_hidden_size,
+    check_exchange,
+    is_round_robin,
+    why_eplb_is_refused,
+    why_lora_is_refused,
+)
 
 STOCK_ITSELF = "stock vLLM's own choice"
 """What layers are left to where only a server can ask stock vLLM what it takes."""
@@ -131,6 +138,9 @@ class Server:
             counts = sorted({problem.num_experts for problem in problems}) or [0]
             reasons = (why_eplb_is_refused(count, ranks.total, self.device.kind) for count in counts)
             refused = next(filter(None, reasons), "")
+        if not refused:
+            adapters = (why_lora_is_refused(self.serve(each), ranks.all2all) for each in problems)
+            refused = next(filter(None, adapters), "")
         return refused
 
     @property
@@ -253,6 +263,7 @@ def _is_refused(server: Server, problem: Problem) -> bool:
     return bool(
         why_vllm_refuses(all2all, kind, parallel.exchanges_tokens, parallel.dp)
         or (problem.eplb and why_eplb_is_refused(problem.num_experts, parallel.ep, kind))
+        or why_lora_is_refused(problem, all2all)
         or carried_hidden_size(problem, all2all) <= problem.hidden_size
     )
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import get_args
 
+from ..core.capabilities import WITHOUT_LORA
 from ..core.problem import Placement, Problem
 from ..errors import NoBackendError, SettingError
-from ..releases.all2all import rounded_hidden_size, why_vllm_refuses
+from ..releases.all2all import DEFAULT_ALL2ALL, rounded_hidden_size, why_vllm_refuses
 from ..settings import Settings
 
 
@@ -48,6 +49,36 @@ def why_eplb_is_refused(num_experts: int, ranks: int, device_kind: str) -> str:
     return ""
 
 
+_WITHOUT_ALL2ALL = f"Leave out --all2all-backend; or {WITHOUT_LORA}"
+
+
+def why_lora_is_refused(problem: Problem, all2all: str) -> str:
+    """Why vLLM's LoRA layer ends the start, as its `FusedMoEWithLoRA` checks it; "" if it does not.
+
+    Args:
+        problem: the layer.
+        all2all: vLLM's ``--all2all-backend``, also where no tokens are exchanged.
+    """
+    if not problem.lora or problem.parallel.ep == 1 or all2all == DEFAULT_ALL2ALL:
+        return ""
+    rule = f"vLLM applies LoRA adapters to experts of several ranks with the all-to-all {DEFAULT_ALL2ALL} alone"
+    return f"{rule}, also where ranks exchange no tokens; the option says {all2all}"
+
+
+def require_lora(problem: Problem, all2all: str) -> None:
+    """Ends a start that vLLM's LoRA layer would end after the weights are loaded.
+
+    Args:
+        problem: the layer.
+        all2all: as for `why_lora_is_refused`.
+
+    Raises:
+        SettingError: the option contradicts the adapters; stock vLLM does not run the layer either.
+    """
+    if rule := why_lora_is_refused(problem, all2all):
+        raise SettingError(rule, _WITHOUT_ALL2ALL, "--all2all-backend")
+
+
 def as_served(
     problem: Problem, settings: Settings, lora: bool, eplb: bool, batch_invariant: bool, round_robin: bool
 ) -> Problem:
@@ -71,8 +102,8 @@ def as_served(
 
 
 def check_exchange(problem: Problem, all2all: str, device_kind: str) -> None:
-    """Refuses a layer whose tokens vLLM cannot exchange between data-parallel ranks, or whose experts it cannot move
-    between ranks, as a server does.
+    """Refuses a layer whose tokens vLLM cannot exchange between data-parallel ranks, whose experts it cannot move
+    between ranks, or whose adapters contradict the all-to-all, as a server does.
 
     Args:
         problem: a layer that a backend here would run.
@@ -80,8 +111,8 @@ def check_exchange(problem: Problem, all2all: str, device_kind: str) -> None:
         device_kind: `Device.kind` of the ranks.
 
     Raises:
-        NoBackendError: vLLM does not serve quantized models with the all-to-all on such a device, or as
-            `check_hidden_size`.
+        NoBackendError: vLLM does not serve quantized models, or LoRA adapters of experts, with the all-to-all on such
+            a device, or as `check_hidden_size`.
     """
     parallel = problem.parallel
     if rule := why_vllm_refuses(all2all, device_kind, parallel.exchanges_tokens, parallel.dp):
@@ -89,6 +120,8 @@ def check_exchange(problem: Problem, all2all: str, device_kind: str) -> None:
         raise NoBackendError(rule, remedy, problem.layer)
     if problem.eplb and (rule := why_eplb_is_refused(problem.num_experts, parallel.ep, device_kind)):
         raise NoBackendError(rule, "Serve without --enable-eplb", problem.layer)
+    if rule := why_lora_is_refused(problem, all2all):
+        raise NoBackendError(rule, _WITHOUT_ALL2ALL, problem.layer)
     check_hidden_size(problem, all2all)
 
 

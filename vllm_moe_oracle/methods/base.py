@@ -20,7 +20,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from .. import schemes, settings
 from ..backends import Backend
-from ..checkpoint.serving import check_hidden_size
+from ..checkpoint.serving import check_hidden_size, require_lora
 from ..compat import current_adapter, weight_storage
 from ..compat.experts_builder import VllmBuilder
 from ..compat.layer_context import current_layer
@@ -112,7 +112,7 @@ class OracleMoEMethod(StockFallback):
             CheckpointError: vLLM would load what `save_sharded_state` wrote.
             NoBackendError: no backend can run the layer, or the requested one cannot.
             RankSyncError: the ranks of the layer differ in what they compute with, or cannot agree on a backend.
-            SettingError: a setting cannot be read.
+            SettingError: a setting cannot be read, or an option contradicts LoRA adapters.
         """
         if hasattr(self, "decision"):  # `__new__` has called the constructor already; Python calls it again
             return
@@ -134,6 +134,7 @@ class OracleMoEMethod(StockFallback):
             declared = scheme.activations
             scheme, requested_by = self._requested_scheme(scheme)
             problem = self._refine_problem(self.adapter.problem(moe, layer, name, scheme))
+            require_lora(problem, moe.moe_parallel_config.all2all_backend)
         # vLLM's classes refuse LoRA by this flag, which vLLM sets for every layer.
         moe.is_lora_enabled = problem.lora
         self.rank_group = rank_comparison.make_group(chosen.rank_sync_timeout)

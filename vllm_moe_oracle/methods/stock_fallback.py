@@ -68,7 +68,7 @@ class StockFallback(FusedMoEMethodBase):
         """
         stock = next(base for base in cls.__mro__ if not issubclass(base, StockFallback))
         name = error.where or current_layer()[1]
-        limitation = "" if is_loadable(error.candidates) else "gets its weights from the same loader"
+        limitation = "" if is_loadable(error.candidates) else "gets its weights and adapters from the same code"
         try:
             limitation = limitation or cls.unsupported_by_stock(*args, **kwargs)
             method = None if limitation else cls.build_stock_method(stock, *args, **kwargs)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ..backends._stock_priority import CUTLASS_MXFP4, RUNS_CUTLASS_MXFP4, runs_declared_mxfp4
 from ..core.decision import Candidate
+from ..core.lora import MISAPPLIED_BY_VLLM
 from ..core.problem import Device, Problem
 from .registry import Registry
 
@@ -32,13 +33,13 @@ PADDED_BY_STOCK = frozenset({"group.intermediate", "alignment.intermediate"})
 """Codes that do not hold for stock in MXFP4: its methods round the intermediate size up for every class. In MXFP8 and
 in integers they refuse such sizes."""
 
-NOT_LOADED_BY_VLLM = frozenset({"expert_parallel.loader"})
-"""Codes of reasons that hold for stock vLLM, too: its code of the model cannot fill the layer's weights, whatever runs
-them."""
+NOT_LOADED_BY_VLLM = frozenset({"expert_parallel.loader", *MISAPPLIED_BY_VLLM})
+"""Codes of reasons that hold for stock vLLM, too: its code of the model cannot fill the layer's weights, or its LoRA
+layer applies wrong adapters, whatever runs them."""
 
 
 def is_loadable(candidates: Iterable[Candidate]) -> bool:
-    """Whether vLLM's code of the model loads a layer, as far as its candidates know.
+    """Whether vLLM's own code of the model loads a layer and its adapters, as far as its candidates know.
 
     Args:
         candidates: of the layer.
