@@ -36,11 +36,6 @@ def test_every_e2m1_code() -> None:
     assert [reference.e2m1_value(c) for c in range(16)] == positive + [-v for v in positive]
 
 
-def test_e2m1_pairs_hold_the_low_nibble_first() -> None:
-    packed = np.array([[0x21, 0xF7]], dtype=np.uint8)
-    np.testing.assert_array_equal(reference.decode_e2m1(packed), [[0.5, 1.0, 6.0, -6.0]])
-
-
 def test_decoders_refuse_other_types() -> None:
     for decode in (reference.decode_e4m3, reference.decode_e8m0, reference.decode_e2m1):
         with pytest.raises(TypeError, match="int8"):
@@ -93,11 +88,6 @@ def test_ceil_rule_is_exact_at_its_edges(exponent: int) -> None:
     edge = 448 * 2.0**exponent
     for amax, expected in ((edge, exponent), (np.nextafter(edge, math.inf), exponent + 1), (edge / 2, exponent - 1)):
         assert reference.mxfp8_exponent(float(amax)) == max(-127, expected)
-
-
-def test_ceil_rule_agrees_with_logarithms() -> None:
-    for amax in np.exp2(np.random.default_rng(1).uniform(-100, 100, 1000)):
-        assert reference.mxfp8_exponent(float(amax)) == math.ceil(math.log2(amax / 448))
 
 
 def test_floor_rule() -> None:
