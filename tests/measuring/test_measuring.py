@@ -421,7 +421,7 @@ def test_a_lack_of_memory_that_breaks_the_context_is_not_stored(store: Store, tm
     task = tuning._TuneTask(layer, HERE, chosen(tmp_path), store, plan(), (), None)
     shape = kernel_shape_of(layer)
     for words in ("RuntimeError: CUDA error: out of memory", "RuntimeError: CUDA error: an illegal memory access"):
-        tuning._store_failure(task, shape, "marlin_mxfp8", f"broke the GPU's context: {words}", [("uniform", 8)])
+        task.store_failure("marlin_mxfp8", f"broke the GPU's context: {words}", [("uniform", 8)])
     kept = [each.failure for _, found in store.samples(shape) for each in found]
     assert kept == ["broke the GPU's context: RuntimeError: CUDA error: an illegal memory access"]
 

@@ -145,11 +145,73 @@ def accepted_backends(problem: Problem, device: Device, settings: Settings) -> t
     return tuple(each.backend for each in candidates if each.accepted and each.backend != REFERENCE_BACKEND)
 
 
-def _measured_backends(problem: Problem, device: Device, settings: Settings, options: TuneOptions) -> tuple[str, ...]:
-    """Names of the backends to measure, in static order."""
-    names = accepted_backends(problem, device, settings)
-    wanted = options.backends or names
-    return tuple(name for name in names if name in wanted and name not in options.without)
+@dataclass(frozen=True)
+class _TuneTask:
+    """A layer to measure, here or in a worker; see `tune`. The budget is spent when `time.monotonic`, which all
+    processes of a machine share, is at `until`."""
+
+    problem: Problem
+    device: Device
+    settings: Settings
+    store: Store | None
+    options: TuneOptions
+    known: tuple[Profile, ...] = ()
+    until: float | None = None
+
+    @property
+    def shape(self) -> KernelShape:
+        """What samples of the layer belong to."""
+        return kernel_shape_of(self.problem)
+
+    def backends(self, outcome: TuneOutcome | None = None) -> tuple[str, ...]:
+        """Names of the backends to measure, in static order; without those that failed in an outcome: one that broke
+        its process would do so again."""
+        names, options = accepted_backends(self.problem, self.device, self.settings), self.options
+        failed = {each.backend for each in outcome.samples if each.failure} if outcome is not None else set()
+        left_out = {*options.without, *failed}
+        return tuple(name for name in names if name in (options.backends or names) and name not in left_out)
+
+    def known_samples(self) -> list[Sample]:
+        """The samples in exactly this environment; those of the store replace those of profiles."""
+        shape, here = self.shape, Environment.of(self.device)
+        found = [profile.samples(shape) for profile in self.known if profile.environment == here]
+        if self.store is not None:
+            found += [samples for there, samples in self.store.samples(shape) if there == here]
+        return [*{each.key: each for samples in found for each in samples}.values()]
+
+    def missing_steps(self, outcome: TuneOutcome) -> list[_Step]:
+        """The steps at which a backend was not measured. Sets the known samples, or why there are no steps."""
+        options = self.options
+        if not self.backends():
+            outcome.unfinished, outcome.no_backend = "no backend but the reference can run it", True
+            return []
+        if not options.remeasure:
+            silence = math.inf if options.silence is None else options.silence
+            outcome.samples = [each for each in self.known_samples() if not needs_longer(each.silent_seconds, silence)]
+        measured = {each.key for each in outcome.samples}
+        names = self.backends(outcome)
+        return [
+            (routing, count)
+            for routing in options.routings
+            for count in options.token_counts
+            if any((name, routing, count) not in measured for name in names)
+        ]
+
+    def store_failure(self, backend: str, failure: str, steps: Sequence[_Step], silent: float = 0.0) -> None:
+        """Stores why a backend took its process down, so that the next one leaves it out; not a lack of memory.
+        `silent`: `Sample.silent_seconds`.
+
+        Raises:
+            MeasurementError: it cannot be stored.
+        """
+        if self.store is None or backend not in default_registry() or mentions_out_of_memory(failure):
+            return
+        precision = default_registry()[backend].activations(self.problem)
+        samples = [
+            Sample(backend, precision, count, routing, failure=failure, silent_seconds=silent)
+            for routing, count in steps
+        ]
+        self.store.add(Environment.of(self.device), self.shape, samples)
 
 
 def tune(
@@ -179,96 +241,47 @@ def tune(
             context. Samples stored before are kept.
     """
     begin = time.monotonic()
-    shapes = group_by_kernel_shape(problems)
-    outcomes = {shape: TuneOutcome(problem) for shape, problem in shapes.items()}
-    steps = {
-        shape: _missing_steps(shape, outcome, device, settings, store, options, known)
-        for shape, outcome in outcomes.items()
+    until = None if options.budget is None else begin + options.budget
+    tasks = {
+        shape: _TuneTask(problem, device, settings, store, options, tuple(known), until)
+        for shape, problem in group_by_kernel_shape(problems).items()
     }
+    outcomes = {shape: TuneOutcome(task.problem) for shape, task in tasks.items()}
+    steps = {shape: task.missing_steps(outcomes[shape]) for shape, task in tasks.items()}
     total = sum(map(len, steps.values()))
     if not total:
         return outcomes
-    work = {shape: shapes[shape] for shape, todo in steps.items() if todo}
+    work = {shape: tasks[shape] for shape, todo in steps.items() if todo}
     compiling: dict[str, dict[str, float]] = {}
     if options.jobs:
-        chosen = [
-            (problem, _without_failed(_measured_backends(problem, device, settings, options), outcomes[shape]))
-            for shape, problem in work.items()
-        ]
+        chosen = [(task.problem, task.backends(outcomes[shape])) for shape, task in work.items()]
         seconds = None if options.budget is None else options.budget * COMPILE_BUDGET_SHARE
         compiling = precompile(
             chosen, device, options.token_counts, options.jobs, progress, options.gpus, options.tiles, seconds
         )
     if options.gpus:
-        until = None if options.budget is None else begin + options.budget
-        tasks = [_TuneTask(problem, device, settings, store, options, tuple(known), until) for problem in work.values()]
         sizes = [len(steps[shape]) for shape in work]
-        outcomes |= zip(work, _tune_on_gpus(tasks, sizes, options.gpus, progress), strict=True)
+        outcomes |= zip(work, _tune_on_gpus([*work.values()], sizes, options.gpus, progress), strict=True)
     else:
         done = 0
         with engine.open_context(device, max(options.token_counts), on_backend) as context:
-            for shape, problem in work.items():
+            for shape, task in work.items():
                 started = time.monotonic()
                 # One layer after the other instead of a share for each: half of a layer's samples decide nothing.
-                left = None if options.budget is None else options.budget - (started - begin)
-                layer = _LayerTuning(context, shape, problem, settings, store, options, outcomes[shape])
+                left = None if until is None else until - started
+                layer = _LayerTuning(context, task, outcomes[shape])
                 layer.measure(steps[shape], left, offset_progress(progress, done, total))
                 outcomes[shape].seconds = time.monotonic() - started
                 done += len(steps[shape])
-    for shape, problem in work.items():
-        outcomes[shape].phase_seconds |= compiling.get(problem.layer, {})
+    for shape, task in work.items():
+        outcomes[shape].phase_seconds |= compiling.get(task.problem.layer, {})
     progress("done", total, total)
     return outcomes
 
 
 def is_incomplete(problem: Problem, device: Device, settings: Settings, store: Store, options: TuneOptions) -> bool:
     """Whether `tune` would measure anything of a layer."""
-    shape = kernel_shape_of(problem)
-    return bool(_missing_steps(shape, TuneOutcome(problem), device, settings, store, options, ()))
-
-
-def _missing_steps(
-    shape: KernelShape,
-    outcome: TuneOutcome,
-    device: Device,
-    settings: Settings,
-    store: Store | None,
-    options: TuneOptions,
-    known: Sequence[Profile],
-) -> list[_Step]:
-    """The steps at which a backend was not measured. Sets the known samples, or why there are no steps."""
-    names = _measured_backends(outcome.problem, device, settings, options)
-    if not names:
-        outcome.unfinished, outcome.no_backend = "no backend but the reference can run it", True
-        return []
-    if not options.remeasure:
-        outcome.samples = [
-            each
-            for each in _known_samples(shape, Environment.of(device), store, known)
-            if not needs_longer(each.silent_seconds, math.inf if options.silence is None else options.silence)
-        ]
-    measured = {each.key for each in outcome.samples}
-    names = _without_failed(names, outcome)
-    return [
-        (routing, count)
-        for routing in options.routings
-        for count in options.token_counts
-        if any((name, routing, count) not in measured for name in names)
-    ]
-
-
-@dataclass(frozen=True)
-class _TuneTask:
-    """A layer for a worker. The budget is spent when `time.monotonic`, which all processes of a
-    machine share, is at `until`."""
-
-    problem: Problem
-    device: Device
-    settings: Settings
-    store: Store | None
-    options: TuneOptions
-    known: tuple[Profile, ...]
-    until: float | None
+    return bool(_TuneTask(problem, device, settings, store, options).missing_steps(TuneOutcome(problem)))
 
 
 @dataclass(frozen=True)
@@ -296,11 +309,9 @@ def _tune_on_gpus(
     def record_crash(index: int, why: str, silent: float) -> None:
         """Stores which backend took its process down, and leaves it out of the next one."""
         if name := running.pop(index, ""):
-            task, outcome = tasks[index], TuneOutcome(tasks[index].problem)
-            shape = kernel_shape_of(task.problem)
+            task = tasks[index]
             if why:
-                steps = _missing_steps(shape, outcome, task.device, task.settings, task.store, task.options, task.known)
-                _store_failure(task, shape, name, why, steps, silent)
+                task.store_failure(name, why, task.missing_steps(TuneOutcome(task.problem)), silent)
             left_out = dataclasses.replace(task.options, without=(*task.options.without, name))
             tasks[index] = dataclasses.replace(task, options=left_out)
 
@@ -322,8 +333,7 @@ def _tune_on_gpus(
                 progress(event.value.words, min(sum(done), sum(sizes)), sum(sizes))
             continue
         done[event.task] = sizes[event.task]
-        shape, here = kernel_shape_of(task.problem), Environment.of(task.device)
-        samples = _known_samples(shape, here, task.store, task.known)
+        samples = task.known_samples()
         if event.kind == "done":
             outcomes[event.task] = event.value
             event.value.add([each for each in samples if each.backend in task.options.without])
@@ -358,12 +368,6 @@ def check_same_gpu(device: Device) -> None:
         raise MeasurementError(rule, "Name GPUs of one kind: what is measured on one must hold for all", "--gpus")
 
 
-def _without_failed(names: Sequence[str], outcome: TuneOutcome) -> tuple[str, ...]:
-    """Backends without a failure. One that broke its process would do so again."""
-    failed = {each.backend for each in outcome.samples if each.failure}
-    return tuple(name for name in names if name not in failed)
-
-
 def why_not_reusable(profile: Profile, device: Device) -> str:
     """How a profile's environment differs from this machine's, so that its layers are measured again; "" if equal."""
     here = Environment.of(device)
@@ -374,32 +378,13 @@ def why_not_reusable(profile: Profile, device: Device) -> str:
     return f"it is of another environment: {said}"
 
 
-def _known_samples(
-    shape: KernelShape, here: Environment, store: Store | None, profiles: Sequence[Profile]
-) -> list[Sample]:
-    """The samples of a shape in exactly this environment; those of the store replace those of profiles."""
-    found = [profile.samples(shape) for profile in profiles if profile.environment == here]
-    if store is not None:
-        found += [samples for there, samples in store.samples(shape) if there == here]
-    return [*{each.key: each for samples in found for each in samples}.values()]
-
-
 @dataclass
 class _LayerTuning:
     """The tuning of one layer in this process."""
 
     context: engine.BenchContext
-    shape: KernelShape
-    problem: Problem
-    settings: Settings
-    store: Store | None
-    options: TuneOptions
+    task: _TuneTask
     outcome: TuneOutcome
-
-    @property
-    def device(self) -> Device:
-        """This machine."""
-        return self.context.device
 
     def measure(self, steps: Sequence[_Step], seconds: float | None, progress: Callable[[str, int], None]) -> None:
         """Takes the samples of some steps.
@@ -414,15 +399,14 @@ class _LayerTuning:
             MeasurementError: samples cannot be stored.
         """
         begin = time.monotonic()
-        outcome, layer = self.outcome, self.problem.layer
+        outcome, layer = self.outcome, self.task.problem.layer
         if seconds is not None and seconds <= 0:
             outcome.unfinished = f"the budget was spent before it; {len(steps)} steps are missing"
             return
         progress(f"{layer}: converting", 0)
-        names = _measured_backends(self.problem, self.device, self.settings, self.options)
-        names = _without_failed(names, outcome)
+        backends = [default_registry()[name] for name in self.task.backends(outcome)]
         try:
-            bench = self.context.bench(self.problem, [default_registry()[name] for name in names])
+            bench = self.context.bench(self.task.problem, backends)
             try:
                 for index, (routing, count) in enumerate(steps):
                     if seconds is not None and time.monotonic() - begin > seconds:
@@ -436,7 +420,7 @@ class _LayerTuning:
                 bench.close()
         except BrokenContextError as error:
             failure = f"broke the GPU's context: {error.failure}"
-            _store_failure(self, self.shape, error.backend, failure, steps)
+            self.task.store_failure(error.backend, failure, steps)
             raise
 
     def _step(self, bench: engine.LayerBench, routing: RoutingKind, count: int) -> None:
@@ -446,34 +430,12 @@ class _LayerTuning:
             for each in self.outcome.samples
             if (each.tokens, each.routing) == (count, "uniform") and each.tile and routing != "uniform"
         }
-        tiles = self.options.tiles if routing == "uniform" else 0
-        found = bench.measure(count, routing, self.options.replays, self.options.seconds, tiles, fixed_tiles)
+        task, options = self.task, self.task.options
+        tiles = options.tiles if routing == "uniform" else 0
+        found = bench.measure(count, routing, options.replays, options.seconds, tiles, fixed_tiles)
         sampled = {sample.backend for sample in found}
         found += [each for each in bench.failed_samples(count, routing) if each.backend not in sampled]
         found = [each for each in found if not mentions_out_of_memory(each.failure)]
-        if self.store is not None:
-            self.store.add(Environment.of(self.device), self.shape, found)
+        if task.store is not None:
+            task.store.add(Environment.of(task.device), task.shape, found)
         self.outcome.add(found)
-
-
-def _store_failure(
-    task: _TuneTask | _LayerTuning,
-    shape: KernelShape,
-    backend: str,
-    failure: str,
-    steps: Sequence[_Step],
-    silent: float = 0.0,
-) -> None:
-    """Stores why a backend took its process down, so that the next one leaves it out; not a lack of memory. `silent`:
-    `Sample.silent_seconds`.
-
-    Raises:
-        MeasurementError: it cannot be stored.
-    """
-    if task.store is None or backend not in default_registry() or mentions_out_of_memory(failure):
-        return
-    precision = default_registry()[backend].activations(task.problem)
-    samples = [
-        Sample(backend, precision, count, routing, failure=failure, silent_seconds=silent) for routing, count in steps
-    ]
-    task.store.add(Environment.of(task.device), shape, samples)
