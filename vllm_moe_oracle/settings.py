@@ -321,10 +321,23 @@ class Settings:
         """Whether the user names backends to run or not to run."""
         return bool(self.backend != AUTO or self.overrides or self.disable)
 
+    @property
+    def why_ranks_do_not_measure(self) -> str:
+        """Why several ranks measure nothing at a first start, with the remedy: while one measures, the others wait. ""
+        where they may measure."""
+        needed = self.measure_at_start + _WAIT_MARGIN
+        if needed <= self.rank_sync_timeout:
+            return ""
+        rule = f"{self.measure_at_start:g} s do not fit into the {self.rank_sync_timeout:g} s that ranks wait"
+        return f"{rule}; set {env_var('rank_sync_timeout')} to {needed:g} or more"
+
     def source(self, name: str) -> str:
         """The origin of a setting's value: ``default``, or what set it."""
         return self.sources.get(name, "default")
 
+
+_WAIT_MARGIN = 30.0
+"""Seconds that must lie between `measure_at_start` and `rank_sync_timeout`: a process that hangs is killed in them."""
 
 FIELDS: Mapping[str, dataclasses.Field[Any]] = MappingProxyType(
     {item.name: item for item in dataclasses.fields(Settings) if "read" in item.metadata}

@@ -26,9 +26,6 @@ from .load_caches import per_load
 
 logger = logging.getLogger("vllm.moe_oracle")
 
-_WAIT_MARGIN = 30.0
-"""Seconds that must lie between `measure_at_start` and `rank_sync_timeout`: a process that hangs is killed in them."""
-
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredLayer:
@@ -137,9 +134,8 @@ def _candidates(
         return (), f"{names[0]} is the only backend that computes these numbers"
     if kernel_shape_of(problem) in _start.tried:
         return (), ""
-    if several_ranks and settings.measure_at_start + _WAIT_MARGIN > settings.rank_sync_timeout:
-        rule = f"{settings.measure_at_start:g} s do not fit into the {settings.rank_sync_timeout:g} s that ranks wait"
-        return (), f"{rule}; set {env_var('rank_sync_timeout')} to {settings.measure_at_start + _WAIT_MARGIN:g} or more"
+    if several_ranks and (reason := settings.why_ranks_do_not_measure):
+        return (), reason
     if _start.spent >= settings.measure_at_start:
         return (), f"the {settings.measure_at_start:g} s are spent; the next start continues"
     return names, ""

@@ -392,6 +392,8 @@ def _server_notes(server: Server, method: str, groups: list[LayerGroup]) -> Iter
     ):
         if unwritable := why_unwritable_cache(settings):
             yield f"a server would not measure at its start, since the cache cannot be written: {unwritable}"
+        elif server.ranks.total > 1 and (reason := settings.why_ranks_do_not_measure):
+            yield f"a server would not measure at its start: {reason}"
         else:
             words = f"a server measures for up to {settings.measure_at_start:g} s, and keeps the times"
             off = f"{env_var('measure_at_start')}=0 switches it off"
