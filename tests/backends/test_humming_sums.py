@@ -29,11 +29,13 @@ SERVED = RELEASES[RELEASES.index(min_versions.HUMMING) :]
 
 
 @cache
-def probed(folder: Path) -> dict[str, dict[str, bool]]:
-    """Whether products are split, by number of columns, free and with batch invariance."""
-    ended = subprocess.run([sys.executable, str(PROBE), str(folder)], capture_output=True, text=True, timeout=1800)
+def probed(folder: Path, *more: str) -> dict[str, dict[str, Any]]:
+    """Whether products are split, by number of columns, free and with batch invariance; or what the probe says with
+    more arguments."""
+    command = [sys.executable, str(PROBE), str(folder), *more]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert ended.returncode == 0, f"{folder}: {ended.stderr[-2000:]}"
-    found: dict[str, dict[str, bool]] = json.loads(ended.stdout)
+    found: dict[str, dict[str, Any]] = json.loads(ended.stdout)
     return found
 
 
@@ -54,14 +56,9 @@ WHOLE = ("0.1.12", "0.1.19")
 """Releases of the library from the first on whose blocks add up all of their sums."""
 
 
-@cache
 def tuning(folder: Path, *layers: str) -> dict[str, dict[str, list[Any]]]:
     """The library's configurations, by layer and product, of some of the probe's layers, or of all."""
-    command = [sys.executable, str(PROBE), str(folder), "--tuning", *layers]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-    assert ended.returncode == 0, f"{folder}: {ended.stderr[-2000:]}"
-    found: dict[str, dict[str, list[Any]]] = json.loads(ended.stdout)
-    return found
+    return probed(folder, "--tuning", *layers)
 
 
 def never_added(config: dict[str, Any]) -> set[int]:

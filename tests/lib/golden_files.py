@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ def read(path: Path) -> dict[str, Any]:
     """A file's JSON object."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
+
+
+def records(lines: Iterable[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The conditions and the records of a benchmark's lines."""
+    head, *found = (json.loads(line) for line in lines if line.strip())
+    return head["conditions"], found
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

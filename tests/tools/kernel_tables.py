@@ -80,8 +80,7 @@ def golden(files: Iterable[Iterable[str]]) -> dict[str, Any]:
     commands: list[str] = []
     rows: dict[str, dict[str, Any]] = {}
     for lines in files:
-        head, *records = (json.loads(line) for line in lines if line.strip())
-        here = head["conditions"]
+        here, records = golden_files.records(lines)
         same = {key: here[key] for key in ("gpu", "driver", "packages", "method")}
         if conditions and conditions != same:
             raise ValueError(f"benchmarks under different conditions: {conditions} and {same}")
@@ -249,7 +248,7 @@ def aims(data: dict[str, Any]) -> str:
 
 def fp8_rows() -> list[dict[str, Any]]:
     """Layers with activations in fp8, as `tests/gpu/fp8_layer.py` measured them: shapes in turn, tokens ascending."""
-    rows = [json.loads(line) for line in FP8.read_text().splitlines()[1:]]
+    _, rows = golden_files.records(FP8.read_text().splitlines())
     shapes = list(dict.fromkeys(row["layer"] for row in rows))
     return sorted(rows, key=lambda row: (shapes.index(row["layer"]), row["tokens"]))
 

@@ -7,7 +7,6 @@ of packages. Without them the page has only the list of kernels that are not tim
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,6 @@ def paths() -> list[Path]:
         return []
     first = golden_files.newest("peers")
     return [first, *sorted(first.parent.glob(first.name.replace("peers-", "peers-*-", 1)))]
-
-
-def read(lines: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The conditions and the records of a benchmark."""
-    head, *records = (json.loads(line) for line in lines if line.strip())
-    return head["conditions"], records
 
 
 def compared(record: dict[str, Any]) -> tuple[float, str, float] | None:
@@ -122,7 +115,7 @@ def peers(found: Sequence[dict[str, Any]]) -> str:
 
 def part(lines: Sequence[str]) -> str:
     """What the page holds for a benchmark's lines, without its peers."""
-    conditions, records = read(lines)
+    conditions, records = golden_files.records(lines)
     packages = conditions["packages"]
     where = f"{conditions['gpu']}, vLLM {packages['vllm']}, torch {packages['torch']}, Triton {packages['triton']}"
     said = [paragraph(f"Without a time: {'; '.join(found)}.")] if (found := failures(records)) else []
@@ -132,4 +125,4 @@ def part(lines: Sequence[str]) -> str:
 def table() -> str:
     """The part of the page."""
     files = [file.read_text(encoding="utf-8").splitlines() for file in paths()]
-    return "\n\n".join([*map(part, files), peers([read(lines)[0]["peers"] for lines in files])])
+    return "\n\n".join([*map(part, files), peers([golden_files.records(lines)[0]["peers"] for lines in files])])
