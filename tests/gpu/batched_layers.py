@@ -40,7 +40,8 @@ import torch
 from torch import Tensor
 
 from tests.gpu.backend_table import FewKernels
-from tests.gpu.unlisted_layers import GPT_OSS, INT4, MXFP4, MXFP8, SILU, SWIGLUOAI, integers, layer_of
+from tests.gpu.unlisted_layers import GPT_OSS, INT4, MXFP4, MXFP8, SWIGLUOAI, layer_of
+from tests.lib.cases import INT4_G32
 from vllm_moe_oracle import schemes
 from vllm_moe_oracle.backends import Backend
 from vllm_moe_oracle.backends.emulation import forward
@@ -81,21 +82,20 @@ def _batched(
     return dataclasses.replace(problem, parallel=Parallel(dp=ep, ep=ep, format="batched"))
 
 
-_INT4_G32 = integers(4, 32)
 LAYERS = (
     _batched("mxfp8:qwen3-30b@ep8", MXFP8, 128, 8, 2048, 768, 8),
     _batched("int4_g128:qwen3-30b@ep8", INT4, 128, 8, 2048, 768, 8),
     _batched("mxfp4:gpt-oss-120b@ep8", GPT_OSS, 128, 4, 2880, 2880, 8, activation=SWIGLUOAI, has_bias=True),
     _batched("mxfp8:deepseek-v3@ep16", MXFP8, 256, 8, 7168, 2048, 16),
-    _batched("int4_g32:deepseek-v3@ep16", _INT4_G32, 256, 8, 7168, 2048, 16),
+    _batched("int4_g32:deepseek-v3@ep16", INT4_G32, 256, 8, 7168, 2048, 16),
     _batched("int4_g128:deepseek-v3@ep16", INT4, 256, 8, 7168, 2048, 16),
     _batched("mxfp4:qwen3-30b@ep8", MXFP4, 128, 8, 2048, 768, 8),
-    _batched("int4_g32:qwen3-30b@ep8", _INT4_G32, 128, 8, 2048, 768, 8),
+    _batched("int4_g32:qwen3-30b@ep8", INT4_G32, 128, 8, 2048, 768, 8),
     _batched("mxfp4:deepseek-v3@ep16", MXFP4, 256, 8, 7168, 2048, 16),
 )
 TINY = (
-    _batched("mxfp8:tiny@ep2", MXFP8, 8, 2, 128, 64, 2, activation=SILU),
-    _batched("int4_g32:tiny@ep2", _INT4_G32, 8, 2, 128, 64, 2),
+    _batched("mxfp8:tiny@ep2", MXFP8, 8, 2, 128, 64, 2),
+    _batched("int4_g32:tiny@ep2", INT4_G32, 8, 2, 128, 64, 2),
     _batched("mxfp4:tiny@ep2", GPT_OSS, 8, 2, 128, 64, 2, activation=SWIGLUOAI, has_bias=True),
 )
 

@@ -14,11 +14,14 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from vllm_moe_oracle.core.problem import Activation, Parallel, Problem, Routing, Scheme
+from tests.lib import cases
+from tests.lib.cases import INT4_G32, RELU2, SILU, int_scheme, problem
+from vllm_moe_oracle.core.problem import Activation, Problem, Routing, Scheme
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.measurements import model_shapes
 from vllm_moe_oracle.measurements.kernel_shape import KernelShape, kernel_shape_of
@@ -27,20 +30,13 @@ from vllm_moe_oracle.settings import Settings
 
 COUNTS = (1, 3, 8, 16, 48, 128, 300, 512, 1500, 4096, 8192)
 
-SILU = Activation("silu")
-RELU2 = Activation("relu2", gated=False)
-SWIGLUOAI = Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0, interleaved=True)
-
-
-def integers(bits: int, group: int, packing: str = "compressed-tensors", **more: object) -> Scheme:
-    return Scheme("wna16", bits, group, packing, **more)  # type: ignore[arg-type]
-
-
-MXFP8 = Scheme("mxfp8", 8, 32, "modelopt", activations="mxfp8")
+SWIGLUOAI = replace(cases.GPT_OSS, interleaved=True)
+MXFP8, INT4 = cases.MXFP8_W8A8, cases.INT4_G128
 MXFP4 = Scheme("mxfp4", 4, 32, "compressed-tensors")
 GPT_OSS = Scheme("mxfp4", 4, 32, "gpt_oss")
-INT4 = integers(4, 128)
-AWQ = integers(4, 128, "awq", zero_points=True)
+AWQ = int_scheme("awq", 4, 128, zeros=True)
+GPTQ_ACT_ORDER = int_scheme("gptq", 4, 128, order="group")
+CT = "compressed-tensors"
 
 
 def layer_of(
@@ -48,11 +44,10 @@ def layer_of(
     activation: Activation = SILU, **more: object,
 ) -> Problem:  # fmt: skip
     """A layer on one of `ep` expert-parallel or `tp` tensor-parallel ranks; `inner` is one rank's."""
-    return Problem(
+    return problem(
         layer=name, scheme=scheme, num_experts=experts, local_experts=experts // ep, top_k=top_k, hidden_size=hidden,
-        intermediate_size=inner, activation=activation, routing=Routing(method="renormalize"),
-        parallel=Parallel(tp=tp, ep=ep), **more,
-    )  # type: ignore[arg-type]  # fmt: skip
+        intermediate_size=inner, activation=activation, routing=Routing(method="renormalize"), tp=tp, ep=ep, **more,
+    )  # fmt: skip
 
 
 LAYERS = (
@@ -61,27 +56,27 @@ LAYERS = (
     layer_of("mxfp8:qwen3-235b-a22b@ep8", MXFP8, 128, 8, 4096, 1536, ep=8),
     layer_of("awq:qwen3-30b-a3b", AWQ, 128, 8, 2048, 768),
     layer_of("awq:deepseek-v3@ep8", AWQ, 256, 8, 7168, 2048, ep=8),
-    layer_of("gptq-act-order:qwen3-30b-a3b", integers(4, 128, "gptq", act_order="group"), 128, 8, 2048, 768),
-    layer_of("int8_g128:phi-3.5-moe@tp2", integers(8, 128), 16, 2, 4096, 3200, tp=2),
+    layer_of("gptq-act-order:qwen3-30b-a3b", GPTQ_ACT_ORDER, 128, 8, 2048, 768),
+    layer_of("int8_g128:phi-3.5-moe@tp2", int_scheme(CT, 8, 128), 16, 2, 4096, 3200, tp=2),
     layer_of("int4_g128:olmoe fp16", INT4, 64, 8, 2048, 1024, dtype="float16"),
     layer_of("mxfp8:olmoe", MXFP8, 64, 8, 2048, 1024),
     layer_of("mxfp4:olmoe", MXFP4, 64, 8, 2048, 1024),
     layer_of("int4_g128:llama-4-scout@tp4", INT4, 16, 1, 5120, 2048, tp=4),
     layer_of("mxfp8:deepseek-v2-lite", MXFP8, 64, 6, 2048, 1408),
     layer_of("awq:deepseek-v2-lite", AWQ, 64, 6, 2048, 1408),
-    layer_of("int4_g32:granite-3b-moe", integers(4, 32), 40, 8, 1536, 512),
+    layer_of("int4_g32:granite-3b-moe", INT4_G32, 40, 8, 1536, 512),
     layer_of("mxfp4:ernie-4.5-21b", MXFP4, 64, 6, 2560, 1536),
     layer_of("mxfp8:hunyuan-a13b@tp2", MXFP8, 64, 8, 4096, 1536, tp=2),
     layer_of("int4_g128:dbrx@tp4", INT4, 16, 4, 6144, 2688, tp=4),
     layer_of("mxfp4:kimi-k2@ep8", MXFP4, 384, 8, 7168, 2048, ep=8),
-    layer_of("int4_g32:kimi-k2@ep8", integers(4, 32), 384, 8, 7168, 2048, ep=8),
+    layer_of("int4_g32:kimi-k2@ep8", INT4_G32, 384, 8, 7168, 2048, ep=8),
     layer_of("mxfp8:glm-4.5@ep4", MXFP8, 160, 8, 5120, 1536, ep=4),
     layer_of("int4_g128:qwen1.5-moe", INT4, 60, 4, 2048, 1408),
     layer_of("mxfp8:minimax-m2@ep8", MXFP8, 256, 8, 3072, 1536, ep=8),
-    layer_of("int4_g64:glm-4.5-air@tp2", integers(4, 64), 128, 8, 4096, 704, tp=2),
+    layer_of("int4_g64:glm-4.5-air@tp2", int_scheme(CT, 4, 64), 128, 8, 4096, 704, tp=2),
     layer_of("mxfp8:qwen3-next", MXFP8, 512, 10, 2048, 512),
     layer_of("mxfp4:gpt-oss-20b@ep2", GPT_OSS, 32, 4, 2880, 2880, ep=2, activation=SWIGLUOAI, has_bias=True),
-    layer_of("int8_channel:qwen3-30b-a3b", integers(8, -1), 128, 8, 2048, 768),
+    layer_of("int8_channel:qwen3-30b-a3b", int_scheme(CT, 8, -1), 128, 8, 2048, 768),
     layer_of("mxfp8:qwen3-30b-a3b fp16", MXFP8, 128, 8, 2048, 768, dtype="float16"),
     layer_of("mxfp4:qwen3-30b-a3b fp16", MXFP4, 128, 8, 2048, 768, dtype="float16"),
     layer_of("mxfp4:qwen3-235b-a22b@tp4", MXFP4, 128, 8, 4096, 384, tp=4),
@@ -93,11 +88,11 @@ LAYERS = (
     layer_of("awq:mixtral-8x7b@ep4", AWQ, 8, 2, 4096, 14336, ep=4),
     layer_of("mxfp8:qwen3-235b-a22b@ep2", MXFP8, 128, 8, 4096, 1536, ep=2),
     layer_of("int4_g128:qwen3-235b-a22b@ep2", INT4, 128, 8, 4096, 1536, ep=2),
-    layer_of("int4_g32:kimi-k2@ep2", integers(4, 32), 384, 8, 7168, 2048, ep=2),
+    layer_of("int4_g32:kimi-k2@ep2", INT4_G32, 384, 8, 7168, 2048, ep=2),
     layer_of("mxfp4:gpt-oss-120b@ep2", GPT_OSS, 128, 4, 2880, 2880, ep=2, activation=SWIGLUOAI, has_bias=True),
     layer_of("mxfp8:qwen3-235b-a22b@tp2", MXFP8, 128, 8, 4096, 768, tp=2),
     layer_of("int4_g128:qwen3-235b-a22b@tp2", INT4, 128, 8, 4096, 768, tp=2),
-    layer_of("int4_g32:kimi-k2@tp2", integers(4, 32), 384, 8, 7168, 1024, tp=2),
+    layer_of("int4_g32:kimi-k2@tp2", INT4_G32, 384, 8, 7168, 1024, tp=2),
     layer_of("mxfp8:qwen3-30b-a3b@ep2", MXFP8, 128, 8, 2048, 768, ep=2),
     layer_of("int4_g128:qwen3-30b-a3b@ep2", INT4, 128, 8, 2048, 768, ep=2),
     layer_of("mxfp8:glm-4.5-air@ep4", MXFP8, 128, 8, 4096, 1408, ep=4),
@@ -121,17 +116,17 @@ HELD_OUT = (
     layer_of("mxfp8:longcat-flash@ep8", MXFP8, 512, 12, 6144, 2048, ep=8),
     layer_of("awq:qwen3-next@tp2", AWQ, 512, 10, 2048, 256, tp=2),
     layer_of("mxfp4:arctic@tp4", MXFP4, 128, 2, 7168, 1216, tp=4),
-    layer_of("int4_g32:step-3@tp8", integers(4, 32), 48, 3, 7168, 640, tp=8),
-    layer_of("int8_channel:hunyuan-large@tp4", integers(8, -1), 16, 1, 6400, 4576, tp=4),
+    layer_of("int4_g32:step-3@tp8", INT4_G32, 48, 3, 7168, 640, tp=8),
+    layer_of("int8_channel:hunyuan-large@tp4", int_scheme(CT, 8, -1), 16, 1, 6400, 4576, tp=4),
     layer_of("int4_g128:llama-4-maverick@tp8", INT4, 128, 1, 5120, 1024, tp=8),
     layer_of("awq:grok-2@ep4", AWQ, 8, 2, 8192, 16384, ep=4),
     layer_of("int4_g128:ernie-4.5-300b@tp4", INT4, 64, 8, 8192, 896, tp=4),
     layer_of("mxfp4:qwen3-coder-480b@tp8", MXFP4, 160, 8, 6144, 320, tp=8),
     layer_of("mxfp8:hunyuan-a13b@ep2", MXFP8, 64, 8, 4096, 3072, ep=2),
     layer_of("awq:deepseek-v3@tp8", AWQ, 256, 8, 7168, 256, tp=8),
-    layer_of("gptq-act-order:mixtral-8x7b@ep4", integers(4, 128, "gptq", act_order="group"), 8, 2, 4096, 14336, ep=4),
-    layer_of("int8_g128:qwen3-235b-a22b@ep4", integers(8, 128), 128, 8, 4096, 1536, ep=4),
-    layer_of("int4_g64:phi-3.5-moe fp16@tp4", integers(4, 64), 16, 2, 4096, 1600, tp=4, dtype="float16"),
+    layer_of("gptq-act-order:mixtral-8x7b@ep4", GPTQ_ACT_ORDER, 8, 2, 4096, 14336, ep=4),
+    layer_of("int8_g128:qwen3-235b-a22b@ep4", int_scheme(CT, 8, 128), 128, 8, 4096, 1536, ep=4),
+    layer_of("int4_g64:phi-3.5-moe fp16@tp4", int_scheme(CT, 4, 64), 16, 2, 4096, 1600, tp=4, dtype="float16"),
     layer_of("mxfp8:granite-3b-moe", MXFP8, 40, 8, 1536, 512),
     layer_of("mxfp4:dots1@ep2", MXFP4, 128, 6, 4096, 1408, ep=2),
     layer_of("mxfp8:llama-4-maverick@ep8", MXFP8, 128, 1, 5120, 8192, ep=8),
