@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from ..core.decision import Decision
-from ..core.measurement_set import MeasurementSet
 from ..core.problem import Device, Problem
 from ..errors import MeasurementError, NoBackendError
 from ..measurements import lookup, model_shapes
@@ -100,6 +100,23 @@ def conditions(
     }
 
 
+@dataclass(frozen=True)
+class _BenchTask:
+    """A layer to time, here or in a worker. There it is not started once `time.monotonic`, which all processes of a
+    machine share, is past `until`."""
+
+    problem: Problem
+    device: Device
+    settings: Settings
+    options: BenchOptions
+    until: float | None
+
+    def backends(self) -> list[str]:
+        """Names of the backends to time, in static order."""
+        names = accepted_backends(self.problem, self.device, self.settings)
+        return [name for name in names if not self.options.only or name in self.options.only]
+
+
 def bench(
     problems: Sequence[Problem],
     device: Device,
@@ -122,68 +139,46 @@ def bench(
     Raises:
         MeasurementError: nothing can be measured here.
     """
-    begin = time.monotonic()
-    chosen = [
-        [name for name in accepted_backends(problem, device, settings) if not options.only or name in options.only]
-        for problem in problems
-    ]
+    until = None if options.budget is None else time.monotonic() + options.budget
+    tasks = [_BenchTask(problem, device, settings, options, until) for problem in problems]
     if options.jobs:
         stock = [f"{STOCK_PREFIX}{name}" for name in options.stock]
-        work = [(problem, [*names, *stock]) for problem, names in zip(problems, chosen, strict=True)]
+        work = [(task.problem, [*task.backends(), *stock]) for task in tasks]
         seconds = None if options.budget is None else options.budget * COMPILE_BUDGET_SHARE
         precompile(work, device, options.counts, options.jobs, progress, options.gpus, options.tiles, seconds)
     if options.gpus:
-        until = None if options.budget is None else begin + options.budget
-        tasks = [_BenchTask(problem, device, settings, options, until) for problem in problems]
         yield from _bench_on_gpus(tasks, progress)
         return
     steps, total = len(options.counts), len(problems) * len(options.counts)
     others = find_peers(device, options).registry
     with engine.open_context(device, max(options.counts)) as context:
-        for number, (problem, names) in enumerate(zip(problems, chosen, strict=True)):
-            if options.budget is not None and time.monotonic() - begin > options.budget:
+        for number, task in enumerate(tasks):
+            if until is not None and time.monotonic() > until:
                 return
-            steps_done = offset_progress(progress, number * steps, total)
-            yield from _bench_layer(context, problem, names, others, device, settings, options, steps_done)
+            yield from _bench_layer(context, task, others, offset_progress(progress, number * steps, total))
     progress("done", total, total)
 
 
 def _bench_layer(
-    context: engine.BenchContext,
-    problem: Problem,
-    names: Sequence[str],
-    others: Registry,
-    device: Device,
-    settings: Settings,
-    options: BenchOptions,
-    progress: Callable[[str, int], None],
+    context: engine.BenchContext, task: _BenchTask, others: Registry, progress: Callable[[str, int], None]
 ) -> Iterator[BenchRecord]:
     """The records of one layer, in ascending order of tokens. Of `others`, those that can run the layer are timed."""
+    problem, device, options = task.problem, task.device, task.options
     progress(f"{problem.layer}: converting", 0)
     registry = default_registry()
     able = [each for each in others.for_scheme(problem.scheme.name) if not each.check(problem, device).reasons]
-    layers = context.bench(problem, [*(registry[name] for name in names), *able])
+    layers = context.bench(problem, [*(registry[name] for name in task.backends()), *able])
     stock = add_stock_layers(layers, device, options.stock, max(options.counts))
-    measurements = lookup.find_measurements(problem, device, settings)
-    decision = _try_decide(problem, device, settings, measurements)
+    measurements = lookup.find_measurements(problem, device, task.settings)
+    decision = None
+    with contextlib.suppress(NoBackendError):
+        decision = decide(problem, device, task.settings, measurements=measurements)
     ranges = {} if measurements is None else measurements.tiles
     for index, count in enumerate(sorted(options.counts)):
         progress(f"{problem.layer}: {count} tokens", index)
         tiles = {name: tile for name, rows in ranges.items() if (tile := tile_at(rows, count))}
-        yield _make_record(layers, problem, device, options, count, stock, decision, tiles)
+        yield _make_record(layers, task, count, stock, decision, tiles)
     layers.close()
-
-
-@dataclass(frozen=True)
-class _BenchTask:
-    """A layer for one of several GPUs. It is not started once `time.monotonic`, which all processes of a machine
-    share, is past `until`."""
-
-    problem: Problem
-    device: Device
-    settings: Settings
-    options: BenchOptions
-    until: float | None
 
 
 def _bench_on_gpus(tasks: Sequence[_BenchTask], progress: Progress) -> Iterator[BenchRecord]:
@@ -222,32 +217,22 @@ def tile_at(ranges: Sequence[tuple[int, str]], tokens: int) -> str:
     return next((tile for most, tile in ranges if tokens <= most), "")
 
 
-def _try_decide(
-    problem: Problem, device: Device, settings: Settings, measurements: MeasurementSet | None
-) -> Decision | None:
-    try:
-        return decide(problem, device, settings, measurements=measurements)
-    except NoBackendError:
-        return None
-
-
 def _make_record(
     layers: engine.LayerBench,
-    problem: Problem,
-    device: Device,
-    options: BenchOptions,
+    task: _BenchTask,
     count: int,
     stock: Mapping[str, str],
     decision: Decision | None,
     tiles: Mapping[str, str],
 ) -> BenchRecord:
     """Measures at one number of tokens."""
+    problem, options = task.problem, task.options
     samples = {
         each.backend: each
         for each in layers.measure(count, options.routing, options.replays, options.seconds, options.tiles, tiles)
     }
     timed = {name: each for name, each in samples.items() if not each.failure}
-    bound = roofline_us(problem, count, device.name)
+    bound = roofline_us(problem, count, task.device.name)
     us = {name: round(each.us, 2) for name, each in timed.items()}
     return BenchRecord(
         layer=model_shapes.to_json(problem),
