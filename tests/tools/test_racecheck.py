@@ -6,18 +6,11 @@ nvdisasm prints of these kernels, without instructions that neither jump, nor wa
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
-_FILE = Path(__file__).parents[1] / "gpu" / "dispatch.py"
-_SPEC = importlib.util.spec_from_file_location("gpu_dispatch", _FILE)
-assert _SPEC and _SPEC.loader
-dispatch = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = dispatch
-_SPEC.loader.exec_module(dispatch)
+from tests.gpu import dispatch
 
 FOLDER = Path(__file__).parents[1] / "golden" / "racecheck"
 REPORT = (FOLDER / "report.txt").read_text()

@@ -111,12 +111,9 @@ def test_steps_over_ranks_are_held_against_the_layers_times() -> None:
     found = json.loads(serving_tables.RANKS.read_text())
     row = next(each for each in found["rows"] if each["model"] == "kimi-k2" and each["parallel"] == "ep")
     # 7 layers; microseconds at 256 tokens, of the committed benchmark.
-    (record,) = (
-        each
-        for line in golden_files.newest("unlisted-3").read_text().splitlines()[1:]
-        if (each := json.loads(line))["layer"]["name"] == "int4_g32:kimi-k2@ep2" and each["tokens"] == 256
-    )
-    us = record["us"]
+    _, records = golden_files.records(golden_files.newest("unlisted-3").read_text().splitlines())
+    cell = "int4_g32:kimi-k2@ep2", 256
+    (us,) = (each["us"] for each in records if (each["layer"]["name"], each["tokens"]) == cell)
     saved = 7 * (us["humming_wna16_grouped"] - us["hopper_wna16"]) / 1e3
     assert serving_tables.saved_by_layers(row, 256, found["conditions"]) == pytest.approx(saved, rel=1e-3)
 
@@ -179,34 +176,30 @@ def test_the_gpus_time_of_a_step_is_told_by_routing() -> None:
     ]
 
 
-def test_a_model_over_ranks_without_one_modes_numbers_is_left_out() -> None:
-    conditions = dict.fromkeys(("device", "vllm", "torch", "decode", "prefill"), "") | {"ranks": 2}
-    timed = {"decode_ms": {"8": 2.0}, "noise_ms": {"8": 0.3}, "prefill_tokens_per_second": 5}
+def run_over_ranks(expert_parallel: bool, step: float, noise: float = 0.1, **more: str) -> dict[str, Any]:
+    conditions: dict[str, Any] = dict.fromkeys(("device", "vllm", "torch", "decode", "prefill"), "") | {"ranks": 2}
+    conditions |= {"expert_parallel": expert_parallel, "command": "python tests/gpu/serve.py --json /tmp/x.json"}
+    timed = {"decode_ms": {"8": step}, "noise_ms": {"8": noise}, "prefill_tokens_per_second": 5}
     modes = [{"mode": name, "routing": {"skewed": timed}} for name in ("stock", "auto")]
-    models = {"kimi-k2": modes, "gpt-oss-120b": [modes[0], {"mode": "auto", "error": "ended"}]}
-    command = "python tests/gpu/serve.py --json /tmp/x.json"
-    made = serving_tables.golden_ranks(
-        [{"conditions": conditions | {"expert_parallel": True, "command": command}, "models": models}]
-    )
+    return {"conditions": conditions | more, "models": {"kimi-k2": modes}}
+
+
+def test_a_model_over_ranks_without_one_modes_numbers_is_left_out() -> None:
+    found = run_over_ranks(True, 2.0, noise=0.3)
+    found["models"]["gpt-oss-120b"] = [found["models"]["kimi-k2"][0], {"mode": "auto", "error": "ended"}]
+    made = serving_tables.golden_ranks([found])
     assert [each["model"] for each in made["rows"]] == ["kimi-k2"] and "/tmp" not in json.dumps(made)
     text = serving_tables.ranks_table(made)
     assert "| kimi-k2 | EP 2 | skewed | 8 | - | - | - | 0.60 |  |" in text and "| EP 2 | skewed | 5 | 5 |" in text
 
 
 def test_runs_over_ranks_join_committed_ones_of_equal_conditions() -> None:
-    conditions = dict.fromkeys(("device", "vllm", "torch", "decode", "prefill", "command"), "") | {"ranks": 2}
-
-    def run(expert_parallel: bool, step: float, **more: object) -> dict[str, object]:
-        timed = {"decode_ms": {"8": step}, "noise_ms": {"8": 0.1}, "prefill_tokens_per_second": 5}
-        modes = [{"mode": name, "routing": {"skewed": timed}} for name in ("stock", "auto")]
-        return {"conditions": conditions | {"expert_parallel": expert_parallel} | more, "models": {"kimi-k2": modes}}
-
-    first = serving_tables.golden_ranks([run(True, 2.0), run(False, 3.0)])
-    joined = serving_tables.golden_ranks([run(True, 4.0)], first)
+    first = serving_tables.golden_ranks([run_over_ranks(True, 2.0), run_over_ranks(False, 3.0)])
+    joined = serving_tables.golden_ranks([run_over_ranks(True, 4.0)], first)
     steps = {row["parallel"]: row["modes"][0]["routing"]["skewed"]["decode_ms"]["8"] for row in joined["rows"]}
     assert steps == {"ep": 4.0, "tp": 3.0}
     with pytest.raises(ValueError, match="different conditions"):
-        serving_tables.golden_ranks([run(True, 4.0, torch="2.14")], first)
+        serving_tables.golden_ranks([run_over_ranks(True, 4.0, torch="2.14")], first)
 
 
 def test_what_stock_takes_while_it_compiles_is_as_the_page_says() -> None:
