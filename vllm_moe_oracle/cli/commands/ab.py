@@ -292,56 +292,30 @@ def _measure(
         yield kept.served[turn, STOCK], kept.served[turn, PLUGIN]
 
 
-@dataclass(frozen=True, slots=True)
-class _Started:
-    """A healthy server that is what it is called.
+def _serve(run: _Run, kind: str, turn: int, folder: Path, report: Callable[[str], None]) -> ServedTurn:
+    """One server, and every benchmark.
 
-    Attributes:
-        seconds: how long it took.
-        port: where it answers.
-        environment: its variables.
-        backends: as `ServedTurn`'s.
-        layers: as `ServedTurn`'s.
+    Raises:
+        _WrongServer: the server is not what it is called.
     """
-
-    seconds: float
-    port: int
-    environment: dict[str, str]
-    backends: dict[str, int]
-    layers: int
-
-
-@contextlib.contextmanager
-def _server(run: _Run, kind: str, name: str, folder: Path) -> Iterator[_Started]:
-    """Runs one server within the context."""
+    name = f"{kind}-{turn}"
+    head = f"turn {turn}" if turn else "first start, uncounted"
     records, log = folder / f"{name}-decisions.jsonl", folder / f"{name}-server.log"
-    for each in (records, log):
+    loads = {(folder / f"{name}-bench-{load.concurrency}.json").resolve(): load for load in run.loads}
+    for each in (records, log, *loads):
         each.unlink(missing_ok=True)
     environment = server_environment({"enabled": str(int(kind == PLUGIN)), "report": str(records.resolve())})
     port = run.port or served_benchmark.free_port()
+    report(f"{head}: {kind} vLLM starts")
     command = served_benchmark.server_command(run.model, port, run.options)
     with served_benchmark.server(command, environment, port, log, run.start_timeout) as seconds:
         backends, layers = _read_records(records)
         _check_server(kind, backends, layers)
-        yield _Started(seconds, port, environment, backends, layers)
-
-
-def _serve(run: _Run, kind: str, turn: int, folder: Path, report: Callable[[str], None]) -> ServedTurn:
-    """One server, and every benchmark."""
-    name = f"{kind}-{turn}"
-    head = f"turn {turn}" if turn else "first start, uncounted"
-    loads = {(folder / f"{name}-bench-{load.concurrency}.json").resolve(): load for load in run.loads}
-    for each in loads:
-        each.unlink(missing_ok=True)
-    report(f"{head}: {kind} vLLM starts")
-    with _server(run, kind, name, folder) as started:
         report(f"{head}: benchmark of {kind} vLLM")
-        served = served_benchmark.served_name(started.port)
-        bench = served_benchmark.bench_command(run.model, served, started.port, loads)
-        log = folder / f"{name}-bench.log"
-        found = served_benchmark.run_benchmarks(bench, started.environment, log, loads)
+        bench = served_benchmark.bench_command(run.model, served_benchmark.served_name(port), port, loads)
+        found = served_benchmark.run_benchmarks(bench, environment, folder / f"{name}-bench.log", loads)
     results = {load.concurrency: each for load, each in zip(run.loads, found, strict=True)}
-    return ServedTurn(turn, kind, started.seconds, results, started.backends, started.layers)
+    return ServedTurn(turn, kind, seconds, results, backends, layers)
 
 
 def _read_records(path: Path) -> tuple[dict[str, int], int]:
