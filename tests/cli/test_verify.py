@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.lib import cli, faulty_backends, integer_checkpoints
@@ -387,6 +388,45 @@ def test_an_index_that_does_not_fit(run: cli.Run, model: Path, tmp_path: Path, i
     (damaged / "model.safetensors.index.json").write_text(json.dumps(index))
     found = run("verify", damaged)
     assert found.status == 1 and words in found.err
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{NAMES[1]}.3.gate_proj.weight", f"{NAMES[1]}.3.down_proj.weight_scale",
+        "model.norm.weight", "model.layers.0.self_attn.q_proj.weight",
+    ],
+)  # fmt: skip
+def test_a_tensor_that_two_files_hold(run: cli.Run, model: Path, tmp_path: Path, name: str, has_index: bool) -> None:
+    """Equal values are none that a server refuses; others are, and no remedy takes a file that the index names."""
+    twice = rewrite_tensors(model, tmp_path / "twice", lambda tensors: None)
+    tensor = load_file(twice / "model.safetensors")[name]
+    if has_index:
+        files = {each: "model.safetensors" for each in load_file(twice / "model.safetensors")}
+        index = {"weight_map": files | {"other": "model-2.safetensors"}}
+        (twice / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def told(held: Tensor) -> cli.Result:
+        save_file({name: held.contiguous(), "other": torch.zeros(3)}, twice / "model-2.safetensors")
+        return run("verify", twice)
+
+    equal = told(tensor)
+    assert equal.status == 0, equal.err
+    warned = re.findall(r"warning: \S+: (\S+) \(model\S*\): in model\S*, too, with the same values", equal.err)
+    assert warned == ([name] if ".experts." in name else [])
+    last = tensor.clone()
+    last.view(torch.uint8).flatten()[-1] ^= 1
+    for other in (
+        last,
+        tensor[:-1],
+        tensor.to(torch.float32) if tensor.element_size() > 1 else tensor.view(torch.int8),
+    ):
+        found = told(other)
+        assert found.status == 1 and re.search(f"'{name}' is in model\\S*, too, with other values", found.err), (
+            found.err
+        )
+        assert "if both do, fetch or write the model again" in found.err
 
 
 def test_a_folder_without_tensors_and_a_model_without_experts(run: cli.Run, plain: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -338,6 +338,37 @@ def _read_header(file: BinaryIO, where: str) -> tuple[dict[str, Any], int]:
     if not isinstance(tensors, dict):
         raise ValueError(f"its header is {short_repr(tensors)}, not an object")
     return tensors, len(data)
+
+
+def differing_tensor(one: Path, other: Path, names: Iterable[str]) -> str:
+    """The first of some tensors that two files hold with other bytes, dtypes or shapes; "" where all are alike.
+
+    Args:
+        one: a safetensors file.
+        other: likewise.
+        names: names of tensors that both hold.
+
+    Raises:
+        DamagedCheckpointError: a file is not in the safetensors format.
+        CheckpointError: a file cannot be read.
+    """
+    with _opened(one) as first, _opened(other) as second:
+        files = (first, second)
+        headers = [_header_bytes(file) for file in files]
+        tables = [_TYPES.decode(header) for header in headers]
+        for name in names:
+            own, its = (table[name] for table in tables)
+            if (own.dtype, own.shape) != (its.dtype, its.shape) or own.data_offsets is None or its.data_offsets is None:
+                return name
+            for file, header, (start, _) in zip(files, headers, (own.data_offsets, its.data_offsets), strict=True):
+                file.seek(8 + len(header) + start)
+            left = own.data_offsets[1] - own.data_offsets[0]
+            while left > 0:
+                pieces = {file.read(min(_PIECE_BYTES, left)) for file in files}
+                if len(pieces) > 1 or pieces == {b""}:
+                    return name
+                left -= _PIECE_BYTES
+    return ""
 
 
 def _read_biases(file: BinaryIO, where: str) -> Iterator[tuple[bytes, int]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .. import schemes
 from ..checkpoint.hub_cache import name_of_snapshot
-from ..checkpoint.tensor_headers import indexed_names
+from ..checkpoint.tensor_headers import differing_tensor, indexed_names
 from ..core.problem import Parallel, Problem, Routing
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..layouts.byte_views import cat_bytes
@@ -65,6 +65,7 @@ class TensorFiles:
         folder: the checkpoint's.
         identity: of each file its name, its size in bytes, and when its content and its entry were last changed, in
             nanoseconds. A tool that writes into a file and puts its time of change back does not reach the last one.
+        repeated: the further file of a tensor that two files hold with the same bytes, as a server loads it, by name.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -73,7 +74,8 @@ class TensorFiles:
             folder: the checkpoint's.
 
         Raises:
-            DamagedCheckpointError: a file is missing, truncated or not in the format, or a tensor is in two of them.
+            DamagedCheckpointError: a file is missing, truncated or not in the format, or two hold other values of one
+                tensor.
             CheckpointError: there are no such files, or one may not be read.
         """
         from safetensors import safe_open
@@ -82,6 +84,7 @@ class TensorFiles:
         self._open = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
+        self.repeated: dict[str, Path] = {}
         with boundary(CheckpointError, "cannot be read", where=str(folder)):
             paths = _files_of(folder)
             self.identity = tuple(map(_file_identity, paths))
@@ -93,16 +96,25 @@ class TensorFiles:
                 with boundary(DamagedCheckpointError, "is damaged, or no safetensors file", remedy, str(path)):
                     file = self._open.enter_context(safe_open(path, framework="pt"))
                     names = list(file.keys())
+                self._compare_repeated(path, [name for name in names if name in self._paths])
                 for name in names:
-                    if name in self._files:
-                        rule = f"{short_repr(name)} is in another file, too"
-                        raise DamagedCheckpointError(
-                            rule, "Remove the file that does not belong to the model", str(path)
-                        )
-                    self._files[name], self._paths[name] = file, path
+                    if name not in self._paths:
+                        self._files[name], self._paths[name] = file, path
         except BaseException:
             self.close()
             raise
+
+    def _compare_repeated(self, path: Path, names: Sequence[str]) -> None:
+        """Compares tensors of a file with those of earlier files by the same names."""
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self._paths[name], []).append(name)
+        for earlier, held in by_file.items():
+            if name := differing_tensor(earlier, path, held):
+                rule = f"{short_repr(name)} is in {earlier.name}, too, with other values: vLLM would load both"
+                remedy = "Remove the file that does not belong to the model; if both do, fetch or write the model again"
+                raise DamagedCheckpointError(rule, remedy, str(path))
+        self.repeated.update(dict.fromkeys(names, path))
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -312,7 +324,7 @@ class StoredExperts:
 
     def check_unread(self) -> list[str]:
         """Checks the tensors that experts have and nothing reads, as a server does when it loads them, how the model's
-        dtype rounds scales, and whether all experts have a bias where some have one.
+        dtype rounds scales, whether all experts have a bias where some have one, and whether two files have a tensor.
 
         Returns:
             What to warn of, each with the first tensor of which it is said, and how many there are.
@@ -321,6 +333,9 @@ class StoredExperts:
             DamagedCheckpointError: one would have an effect. The message names expert, tensor and file.
         """
         warned: dict[str, list[str]] = {}
+        for name in filter(self.files.repeated.__contains__, self.files.names_in(self.module)):
+            words = f"in {self.files.repeated[name].name}, too, with the same values, which a server loads twice"
+            warned.setdefault(words, []).append(self.files.stored(name))
         for index in range(self.problem.num_experts if self.projections else 0):
             for shard, projection in zip(self._shards, self.projections, strict=True):
                 for ending in (*self._unread_endings, self.endings["_scale"]):
