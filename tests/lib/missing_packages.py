@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.lib import fresh_process
 
 ENGINE = ("torch", "triton", "vllm", "numpy")
 
@@ -47,5 +47,4 @@ def without(
         cwd: its folder.
         environment: variables beside this process's.
     """
-    command = [sys.executable, "-c", BLOCKED, ",".join(modules), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, env=os.environ | environment)
+    return fresh_process.python("-c", BLOCKED, ",".join(modules), *arguments, cwd=cwd, **environment)
