@@ -27,12 +27,13 @@ from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.core.objectives import parse_objective
 from vllm_moe_oracle.core.problem import Problem
-from vllm_moe_oracle.devices import detect
+from vllm_moe_oracle.devices import catalog, detect
 from vllm_moe_oracle.errors import MeasurementError
+from vllm_moe_oracle.measurements import bench_records
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import FILE_NAME, Store
-from vllm_moe_oracle.measuring import at_start, tuning
+from vllm_moe_oracle.measuring import at_start, precompile, tuning
 from vllm_moe_oracle.methods import backend_selection, first_start, load_caches, measure_hook, rank_sync
 from vllm_moe_oracle.oracle import measured_choice, selection
 
@@ -43,9 +44,20 @@ BACKENDS = {
     "fast": FAST,
     "exiting": Slowed("exiting", 0.5, fault="exit"),
     "hanging": Slowed("hanging", 0.6, fault="hang"),
+    "stuck": Slowed("stuck", 0.7, lambda tokens: 1e6),
+    "compiled": Slowed("compiled", 0.8, lambda tokens: compile_once(15)),
 }
+
+
+def compile_once(seconds: float) -> float:
+    """Seconds that the first call takes on this machine, by a file that is kept."""
+    done = Path(os.environ["TEST_COMPILED"])
+    return 0.0 if done.exists() else (time.sleep(seconds), done.touch(), 0.0)[-1]
+
+
 BUDGET = 120
 REAL_TUNE_ONE = tuning._tune_one
+REAL_COMPILE = precompile._run_compile_job
 
 
 def use_named() -> None:
@@ -60,6 +72,11 @@ def tune_one(task: Any, send: Any) -> Any:
     if mark := os.environ.get("TEST_MARK"):  # killed in its first attempt, once it has stored something
         return REAL_TUNE_ONE(task, KillAfter(mark, send))
     return REAL_TUNE_ONE(task, send)
+
+
+def compile_job(job: Any, send: Any) -> Any:
+    use_named()
+    return REAL_COMPILE(job, send)
 
 
 class KillAfter:
@@ -259,6 +276,44 @@ def test_a_backend_that_was_killed_here_gets_more_time(
     monkeypatch.setattr(tuning, "tune", tune)
     at_start.measure(LAYER, ("slow", "fast"), asked(tmp_path, 90), 90.0, lambda *said: None)
     assert asked_for[0].silence == pytest.approx(share * 90)
+
+
+@pytest.mark.full
+def test_slow_compilers_run_beside_each_other_and_one_that_hangs_is_left_out(
+    only: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With limits that kill a compiler where a layer is measured: it is not there that it compiles."""
+    only("stuck", "compiled", "fast")
+    monkeypatch.setenv("TEST_COMPILED", str(tmp_path / "compiled"))
+    monkeypatch.setattr(precompile, "_run_compile_job", compile_job)
+    monkeypatch.setattr(at_start, "compile_processes", lambda device, backends: backends)
+    monkeypatch.setattr(bench_records, "_SILENCE_SHARES", (5 / 150, 10 / 150))
+    monkeypatch.setattr(bench_records, "_MIN_SILENCE", 1.0)
+    monkeypatch.setattr(at_start, "COMPILE_SHARES", (0.6, 0.7))
+    chosen = asked(tmp_path, 150)
+    with caplog.at_level(logging.INFO, "vllm.moe_oracle"):
+        start(chosen)
+    times = {key for key, why in kept(tmp_path).items() if not why}
+    assert times == {*complete("compiled", "fast")}
+    found = [each for _, samples in Store(tmp_path).samples(kernel_shape_of(LAYER)) for each in samples]
+    assert {(each.backend, each.silent_seconds) for each in found if each.failure} == {("stuck", 5.0)}
+    said = [each.getMessage() for each in caplog.records]
+    assert any("compiling in 3 processes" in each for each in said)
+    assert any("stuck could not be measured: it did not come back within" in each for each in said)
+    caplog.clear()
+    start(chosen)  # with more time, which it does not use
+    found = [each for _, samples in Store(tmp_path).samples(kernel_shape_of(LAYER)) for each in samples]
+    assert {(each.backend, each.silent_seconds) for each in found if each.failure} == {("stuck", 10.0)}
+    measure_hook.set_measure(refuse_to_measure)
+    assert start(chosen)[0].backend != "stuck"
+
+
+def test_processes_that_compile_are_few_on_few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = catalog.known_device("nvidia-h200")
+    for cores, backends, expected in ((2, 3, 0), (4, 3, 2), (16, 3, 6), (16, 6, 8), (192, 6, 12)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: {*range(cores)})
+        assert at_start.compile_processes(h200, backends) == expected
+        assert at_start.compile_processes(catalog.known_device("cpu"), backends) == 0
 
 
 @pytest.mark.full

@@ -22,7 +22,7 @@ from vllm_moe_oracle.kernels import fp8_moe, fused_moe, prefill_launch  # noqa: 
 from vllm_moe_oracle.kernels.config import choose_config  # noqa: E402
 from vllm_moe_oracle.kernels.launch_config import parse_config  # noqa: E402
 from vllm_moe_oracle.measurements import model_shapes  # noqa: E402
-from vllm_moe_oracle.measuring import precompile, tuning  # noqa: E402
+from vllm_moe_oracle.measuring import precompile, tuning, worker_pool  # noqa: E402
 from vllm_moe_oracle.oracle.checked_backend import unchecked  # noqa: E402
 from vllm_moe_oracle.oracle.registry import default_registry  # noqa: E402
 
@@ -193,9 +193,13 @@ def test_sharing_kernels_halves_the_calls_to_compile() -> None:
     assert once < 0.5 * all_of_it
 
 
-def test_precompiled_backends_have_no_jobs_and_unknown_ones_all() -> None:
+def test_a_library_is_called_once_for_each_of_its_formats_and_unknown_kernels_always() -> None:
     jobs = [*precompile._compile_jobs(work(), H200, COUNTS, 0)]
-    assert not any("marlin" in job.backend for job in jobs)
+    of_library = [job for job in jobs if "marlin" in job.backend]
+    assert all(job.calls == ((1, ""),) and not job.repeated for job in of_library)
+    formats = [(job.backend, job.problem.scheme) for job in of_library]
+    assert len(formats) == len(set(formats)) > 3
+    assert {*formats} == {(name, problem.scheme) for problem, names in work() for name in names if "marlin" in name}
     for problem, names in work():
         for name in names:
             mine = [job.calls for job in jobs if (job.problem, job.backend) == (problem, name) and not job.repeated]
@@ -204,6 +208,38 @@ def test_precompiled_backends_have_no_jobs_and_unknown_ones_all() -> None:
             if "humming" in name:  # compiles for all numbers of tokens at once
                 assert [len(each) for each in mine] == [1], name
             assert all(len(each) <= precompile.CALLS_PER_JOB for each in mine)
+
+
+def test_what_did_not_come_back_is_told_from_what_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One backend ends its process, one loses it to others, one hangs in its first call, one in its second."""
+    layer = LAYERS[3]
+    ends: dict[str, list[Any]] = {
+        "triton_wna16": [False, "its process ended with status 3"], "humming_wna16": [False, "ended by SIGKILL"],
+        "marlin_wna16": [False, worker_pool.TIME_SPENT], "hopper_wna16": [False, True, worker_pool.TIME_SPENT],
+    }  # fmt: skip
+    clock = iter(range(0, 1000, 10))
+
+    def run(function: Any, jobs: Any, gpus: Any, attempts: int, quiet: bool, limits: Any, on_crash: Any) -> Any:
+        assert limits.until == 45
+        for index, job in enumerate(jobs):
+            for value in ends[job.backend]:
+                if value == ends["triton_wna16"][-1]:
+                    on_crash(index, value, 0.0)
+                yield worker_pool.TaskEvent(index, "lost" if isinstance(value, str) else "progress", value)
+
+    monkeypatch.setattr(worker_pool, "run_tasks", run)
+    monkeypatch.setattr(precompile.time, "monotonic", lambda: next(clock))
+    said: list[str] = []
+    found = precompile.precompile(
+        [(layer, [*ends])], H200, (1, 64), 4, lambda words, *counts: said.append(words), seconds=45
+    )
+    assert found.lost == {
+        (layer.layer, "triton_wna16"): "its process ended with status 3", (layer.layer, "humming_wna16"): ""
+    }  # fmt: skip
+    assert [*found.waited] == [(layer.layer, "marlin_wna16")] and found.waited[layer.layer, "marlin_wna16"] > 0
+    assert said[0].startswith("compiling in ") and any(
+        "triton_wna16 is not compiled beforehand" in each for each in said
+    )
 
 
 def test_equal_layers_compile_once_and_a_difference_is_noticed() -> None:

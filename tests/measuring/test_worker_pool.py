@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.lib import pool_tasks
@@ -69,6 +70,27 @@ def test_a_silent_worker_is_killed_and_its_task_blamed() -> None:
     assert found[0] == ("lost", "it did not come back within 1 s") and found[4] == ("done", "fine")
     # Whoever killed the third did so from outside, and the fourth said itself what happened.
     assert crashed == [(0, found[0][1], 1.0), (1, "its process ended with status 3", 0.0), (3, "", 0.0)]
+
+
+def test_workers_start_meanwhile_and_then_get_tasks_as_they_are() -> None:
+    tasks: list[tuple[str, ...]] = [("exit",), ("fine",)]
+    limits = worker_pool.Limits(silence=1.0)
+
+    def meanwhile() -> None:
+        time.sleep(2.0)  # longer than a worker may be silent about a task
+        tasks[0] = ("where",)
+
+    news = worker_pool.run_tasks(pool_tasks.work, tasks, ["7", None], 1, False, limits, meanwhile=meanwhile)
+    assert {each.task: each.value for each in news if each.kind != "progress"} == {0: "7", 1: "fine"}
+
+    def fails() -> None:
+        started.extend(psutil.Process().children())
+        raise MeasurementError("the disk is full", "Make room")
+
+    started: list[psutil.Process] = []
+    with pytest.raises(MeasurementError, match="the disk is full"):
+        [*worker_pool.run_tasks(pool_tasks.work, [("hang",)], [None], meanwhile=fails)]
+    assert started and all(has_ended(each.pid, 10) for each in started)
 
 
 def test_a_worker_that_closed_its_pipe_and_lives_on_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import time
 
 from ..core.objectives import Objective, parse_objective
-from ..core.problem import Problem
+from ..core.problem import Device, Problem
 from ..devices import detect
 from ..errors import MeasurementError
 from ..measurements.bench_records import may_be_slow, needs_longer, silence_limits
@@ -34,6 +35,10 @@ REPLAYS = 10
 SECONDS_PER_COUNT = 0.5
 """Timed replays of each backend at one number of tokens, and the seconds after which no more start: half of what `tune`
 takes."""
+
+COMPILE_SHARES = (0.75, 0.9)
+"""Shares of the time in which each backend has to come back from its first call: at first, and where one did not at an
+earlier start. About 10 s of it pass until processes run; measuring compiled kernels takes about 15 s."""
 
 _WRITER_SECONDS = 5.0
 """What each step waits for other processes that write the cache: the other ranks wait for this one."""
@@ -57,6 +62,15 @@ def token_counts(objective: Objective) -> tuple[int, ...]:
     while counts[-1] < objective.largest and (counts[-1] < LARGEST_COUNT or counts[-1] * ratio < objective.largest):
         counts.append(counts[-1] * ratio)
     return tuple(counts)
+
+
+def compile_processes(device: Device, backends: int) -> int:
+    """Number of processes that compile at once: two for each backend on half of the cores; 0 where one process does
+    it."""
+    if device.kind != "cuda":
+        return 0  # nothing of weight compiles there
+    count = min(2 * backends, len(os.sched_getaffinity(0)) // 2)
+    return count if count > 1 else 0
 
 
 def required_bytes(problem: Problem, backends: int, tokens: int) -> int:
@@ -106,18 +120,22 @@ def measure(
         if there == here
         for each in samples
     ]
+    again = any(needs_longer(each, last) for each in waited)
     options = tuning.TuneOptions(
         counts,
         ("uniform",),
         REPLAYS,
         SECONDS_PER_COUNT,
+        compile_share=COMPILE_SHARES[again],
         gpus=(gpu,),
         backends=names,
-        silence=last if any(needs_longer(each, last) for each in waited) else first,
+        silence=last if again else first,
     )
+    processes = compile_processes(device, len(names))
     if device.kind == "cuda" and tuning.is_incomplete(problem, device, settings, store, options):
-        _check_memory(required_bytes(problem, len(names), max(counts)))
-    options = dataclasses.replace(options, budget=max(0.0, end - time.monotonic()))
+        free = _check_memory(required_bytes(problem, len(names), max(counts)))
+        processes = min(processes, free // required_bytes(problem, 1, max(counts)))
+    options = dataclasses.replace(options, jobs=processes, budget=max(0.0, end - time.monotonic()))
     ((_, outcome),) = tuning.tune([problem], device, settings, store, options, (), progress).items()
     failed = {each.backend: each for each in outcome.samples if each.failure}
     failures = {name: failed[name].failure for name in names if name in failed}
@@ -130,11 +148,14 @@ def _log_wait(words: str) -> None:
     logger.info("moe_oracle: %s", words)
 
 
-def _check_memory(needed: int) -> None:
+def _check_memory(needed: int) -> int:
     """Checks that times taken now would be right.
 
     Args:
         needed: device memory that measuring takes, in bytes.
+
+    Returns:
+        The free device memory, in bytes.
 
     Raises:
         MeasurementError: they would not be.
@@ -146,6 +167,7 @@ def _check_memory(needed: int) -> None:
     if memory.free < needed:
         rule = f"a layer and its copies need {_gib(needed)} of device memory, of which {_gib(memory.free)} are free"
         raise MeasurementError(rule, "Measure with vllm-moe-oracle tune on a GPU with more free memory")
+    return memory.free
 
 
 def _gib(count: int) -> str:

@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.problem import Device, Problem
@@ -68,6 +68,11 @@ class _CompileJob:
     max_tokens: int
     repeated: bool = False
 
+    @property
+    def of(self) -> tuple[str, str]:
+        """The layer and the backend."""
+        return self.problem.layer, self.backend
+
 
 @dataclass(frozen=True)
 class _CompileResult:
@@ -76,6 +81,23 @@ class _CompileResult:
     building: float
     calling: float
     failures: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Precompiled:
+    """What compiling found, by the names of a layer and a backend.
+
+    Attributes:
+        phase_seconds: seconds of the workers by layer and phase: ``building NAME beforehand``; ``compiling NAME
+            beforehand`` for calls with kernels that no earlier layer compiled; ``again NAME beforehand`` for all calls
+            after that.
+        lost: why processes of a backend ended, as often as a job was tried; "" if others ended the last one.
+        waited: seconds after which a backend had not come back from its first call when the time was spent.
+    """
+
+    phase_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    lost: dict[tuple[str, str], str] = field(default_factory=dict)
+    waited: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
 def _query_backend(backend: Any, method: str, problem: Problem, *arguments: Any) -> Any:
@@ -112,13 +134,18 @@ def _compile_jobs(
                     for tile in (_query_backend(backend, "tiles", problem, count, tiles) or () if tiles else ())
                 ]
                 keys = {call: _query_backend(backend, "compile_keys", problem, *call) or frozenset() for call in calls}
+                # A library without machine code for this GPU is compiled by the driver at its first call: Marlin's took
+                # 20 to 40 s on an H200 (vLLM 0.33.0, which builds it for 8.0, for 12.0, and as PTX).
+                shared = any(keys.values())
+                if not shared:
+                    keys[calls[0]] = frozenset({(name, problem.scheme, problem.dtype)})
                 missing = []
                 for call in calls:
                     if not keys[call] <= compiled:
                         missing.append(call)
                         compiled |= keys[call]
                 parts = [missing[first : first + CALLS_PER_JOB] for first in range(0, len(missing), CALLS_PER_JOB)]
-                if any(keys.values()):
+                if shared:
                     repeated.append(_CompileJob(problem, name, tuple(calls), device, max(counts), repeated=True))
             for part in parts:
                 if part:
@@ -135,9 +162,9 @@ def precompile(
     gpus: Sequence[str | None] = (),
     tiles: int = 0,
     seconds: float | None = None,
-) -> dict[str, dict[str, float]]:
-    """Calls backends once at every number of tokens, in worker processes. If a worker dies, its calls compile later,
-    where they are measured.
+) -> Precompiled:
+    """Calls backends once at every number of tokens, in worker processes. What does not end here compiles later, where
+    it is measured.
 
     Args:
         work: layers and the names of their backends and stock layers.
@@ -147,35 +174,48 @@ def precompile(
         progress: receives a line, the jobs done and the number of jobs.
         gpus: GPUs that workers use in turn; empty for this process's own.
         tiles: tile configurations compiled beside each backend's own choice.
-        seconds: time limit; None for no limit.
-
-    Returns:
-        Seconds of the workers by layer and phase: ``building NAME beforehand``; ``compiling NAME beforehand`` for
-        calls with kernels that no earlier layer compiled; ``again NAME beforehand`` for all calls after that.
+        seconds: time limit, at which the workers are killed; None for no limit.
     """
     begin = time.monotonic()
     jobs = list(_compile_jobs(work, device, counts, tiles))
-    workers = min(processes, len(jobs))
+    workers = min(processes, sum(not job.repeated for job in jobs))
     worker_gpus = list(itertools.islice(itertools.cycle(gpus or (None,)), workers))
-    phases: dict[str, dict[str, float]] = {}
+    found = Precompiled()
+    begun: dict[tuple[str, str], float] = {}
+    returned: set[tuple[str, str]] = set()
     done = 0
-    with contextlib.closing(worker_pool.run_tasks(_run_compile_job, jobs, worker_gpus, 2, quiet=True)) as events:
+    limits = worker_pool.Limits(until=None if seconds is None else begin + seconds)
+    said = f"compiling in {workers} process{'es' * (workers > 1)}"
+    progress(said, done, len(jobs))
+    crashed: set[int] = set()
+    events = worker_pool.run_tasks(
+        _run_compile_job, jobs, worker_gpus, 2, True, limits, lambda task, why, silent: crashed.add(task)
+    )
+    with contextlib.closing(events):
         for event in events:
             job = jobs[event.task]
-            if event.kind != "progress":
-                done += 1
-                progress(f"compiling in {workers} processes", done, len(jobs))
+            if event.kind == "progress":
+                begun.setdefault(job.of, time.monotonic())
+                if event.value:
+                    returned.add(job.of)
+                continue
+            if event.value == worker_pool.TIME_SPENT:
+                continue
+            done += 1
+            progress(said, done, len(jobs))
             if event.kind == "lost":
-                said = f"{job.problem.layer}: {job.backend} is not compiled beforehand: {event.value}"
-                progress(said, done, len(jobs))
-            if event.kind == "done":
+                found.lost[job.of] = event.value if event.task in crashed else ""
+                words = f"{job.problem.layer}: {job.backend} is not compiled beforehand: {event.value}"
+                progress(words, done, len(jobs))
+            else:
+                returned.add(job.of)
                 for why in event.value.failures:
                     progress(f"{job.problem.layer}: {job.backend} with {why}", done, len(jobs))
-                _add_phases(phases.setdefault(job.problem.layer, {}), job, event.value)
-            if seconds is not None and time.monotonic() - begin > seconds:
-                break
-    progress(f"compiled for {time.monotonic() - begin:.0f} s", done, len(jobs))
-    return phases
+                _add_phases(found.phase_seconds.setdefault(job.problem.layer, {}), job, event.value)
+    end = time.monotonic()
+    found.waited.update((each, end - since) for each, since in begun.items() if each not in returned | {*found.lost})
+    progress(f"compiled for {end - begin:.0f} s", done, len(jobs))
+    return found
 
 
 def _add_phases(phases: dict[str, float], job: _CompileJob, result: _CompileResult) -> None:
@@ -190,6 +230,8 @@ _worker_context: list[Any] = []
 
 
 def _run_compile_job(job: _CompileJob, send: worker_pool.SendProgress) -> _CompileResult:
+    """Sends False as it begins, and True after each call."""
+    send(False)
     if not _worker_context:
         manager = engine.open_context(job.device, job.max_tokens)
         _worker_context.extend((manager, manager.__enter__()))
@@ -205,5 +247,6 @@ def _run_compile_job(job: _CompileJob, send: worker_pool.SendProgress) -> _Compi
     for count, tile in sorted(job.calls, reverse=True):
         if layers.names and (why := layers.compile(count, tile)):
             failures.append(f"{count} tokens: {why}")
+        send(True)
     layers.close()
     return _CompileResult(built - begin, time.monotonic() - built, tuple(failures))

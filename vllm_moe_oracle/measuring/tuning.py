@@ -18,7 +18,7 @@ from ..core.problem import Device, Problem
 from ..devices.detect import detect
 from ..errors import MeasurementError, mentions_out_of_memory
 from ..measurements import environment, latency_model
-from ..measurements.bench_records import needs_longer
+from ..measurements.bench_records import needs_longer, silence
 from ..measurements.environment import Environment
 from ..measurements.kernel_shape import KernelShape, RoutingKind, Sample, kernel_shape_of
 from ..measurements.profile import Profile
@@ -30,7 +30,7 @@ from ..oracle.selection import evaluate_candidates
 from ..settings import Settings
 from . import engine, worker_pool
 from .broken_context import BrokenContextError
-from .precompile import COMPILE_BUDGET_SHARE, offset_progress, precompile
+from .precompile import COMPILE_BUDGET_SHARE, Precompiled, offset_progress, precompile
 
 TOKEN_COUNTS = latency_model.TOKENS
 """Numbers of tokens that are measured unless others are asked for: those for which times are predicted."""
@@ -76,6 +76,7 @@ class TuneOptions:
         seconds: time limit of the replays at one number of tokens, once each backend was timed three times.
         budget: seconds for everything; None for no limit.
         jobs: worker processes that compile first; 0 to compile in this process.
+        compile_share: share of the budget that they may take, which is also where their start counts.
         remeasure: whether to measure again what is stored.
         tiles: tile configurations timed beside each backend's own choice under uniform routing. Under skewed routing
             the fastest of them runs.
@@ -85,8 +86,8 @@ class TuneOptions:
         backends: names of the backends that are measured; empty for all that can run a layer.
         without: names of backends that are left out: they took a process down in this run.
         silence: with `gpus`, seconds after which a process that does not come back from a backend is killed; None for
-            no limit. With it the budget holds in the middle of a call, too, and backends that were killed after less
-            are measured again.
+            no limit. With it the budget holds in the middle of a call, too; backends that were killed after less are
+            measured again; and what does not come back from `jobs` is not measured.
     """
 
     token_counts: tuple[int, ...] = TOKEN_COUNTS
@@ -95,6 +96,7 @@ class TuneOptions:
     seconds: float = 1.0
     budget: float | None = None
     jobs: int = 0
+    compile_share: float = COMPILE_BUDGET_SHARE
     remeasure: bool = False
     tiles: int = 0
     gpus: tuple[str | None, ...] = ()
@@ -179,6 +181,11 @@ class _TuneTask:
             found += [samples for there, samples in self.store.samples(shape) if there == here]
         return [*{each.key: each for samples in found for each in samples}.values()]
 
+    def final_samples(self) -> list[Sample]:
+        """Those of them that are not measured again: without backends that had clearly less time to come back."""
+        limit = math.inf if self.options.silence is None else self.options.silence
+        return [each for each in self.known_samples() if not needs_longer(each.silent_seconds, limit)]
+
     def missing_steps(self, outcome: TuneOutcome) -> list[_Step]:
         """The steps at which a backend was not measured. Sets the known samples, or why there are no steps."""
         options = self.options
@@ -186,8 +193,7 @@ class _TuneTask:
             outcome.unfinished, outcome.no_backend = "no backend but the reference can run it", True
             return []
         if not options.remeasure:
-            silence = math.inf if options.silence is None else options.silence
-            outcome.samples = [each for each in self.known_samples() if not needs_longer(each.silent_seconds, silence)]
+            outcome.samples = self.final_samples()
         measured = {each.key for each in outcome.samples}
         names = self.backends(outcome)
         return [
@@ -252,17 +258,24 @@ def tune(
     if not total:
         return outcomes
     work = {shape: tasks[shape] for shape, todo in steps.items() if todo}
-    compiling: dict[str, dict[str, float]] = {}
-    if options.jobs:
-        chosen = [(task.problem, task.backends(outcomes[shape])) for shape, task in work.items()]
-        seconds = None if options.budget is None else options.budget * COMPILE_BUDGET_SHARE
-        compiling = precompile(
-            chosen, device, options.token_counts, options.jobs, progress, options.gpus, options.tiles, seconds
-        )
+    compiled = Precompiled()
+
+    def compile_first() -> Precompiled:
+        nonlocal compiled
+        if options.jobs:
+            chosen = [(task.problem, task.backends(outcomes[shape])) for shape, task in work.items()]
+            seconds = None if options.budget is None else options.budget * options.compile_share
+            compiled = precompile(
+                chosen, device, options.token_counts, options.jobs, progress, options.gpus, options.tiles, seconds
+            )
+        return compiled
+
     if options.gpus:
         sizes = [len(steps[shape]) for shape in work]
-        outcomes |= zip(work, _tune_on_gpus([*work.values()], sizes, options.gpus, progress), strict=True)
+        found = _tune_on_gpus([*work.values()], sizes, options.gpus, progress, compile_first)
+        outcomes |= zip(work, found, strict=True)
     else:
+        compile_first()
         done = 0
         with engine.open_context(device, max(options.token_counts), on_backend) as context:
             for shape, task in work.items():
@@ -274,7 +287,7 @@ def tune(
                 outcomes[shape].seconds = time.monotonic() - started
                 done += len(steps[shape])
     for shape, task in work.items():
-        outcomes[shape].phase_seconds |= compiling.get(task.problem.layer, {})
+        outcomes[shape].phase_seconds |= compiled.phase_seconds.get(task.problem.layer, {})
     progress("done", total, total)
     return outcomes
 
@@ -298,22 +311,41 @@ _LIMIT_GRACE = 2.0
 
 
 def _tune_on_gpus(
-    tasks: Sequence[_TuneTask], sizes: Sequence[int], gpus: Sequence[str | None], progress: Progress
+    tasks: Sequence[_TuneTask],
+    sizes: Sequence[int],
+    gpus: Sequence[str | None],
+    progress: Progress,
+    compile_first: Callable[[], Precompiled],
 ) -> list[TuneOutcome]:
-    """Tunes layers in worker processes. The outcome of a lost layer has the samples that were stored."""
+    """Tunes layers in worker processes, which start while others compile. The outcome of a lost layer has the samples
+    that were stored."""
     outcomes: dict[int, TuneOutcome] = {}
     tasks = list(tasks)  # a worker gets its task when it begins
     done = [0] * len(tasks)
     running: dict[int, str] = {}
 
+    def leave_out(index: int, name: str, why: str, silent: float) -> None:
+        """Stores why a backend took its process down, or did not come back, and measures the layer without it."""
+        task = tasks[index]
+        if why:
+            task.store_failure(name, why, task.missing_steps(TuneOutcome(task.problem)), silent)
+        left_out = dataclasses.replace(task.options, without=(*task.options.without, name))
+        tasks[index] = dataclasses.replace(task, options=left_out)
+
     def record_crash(index: int, why: str, silent: float) -> None:
-        """Stores which backend took its process down, and leaves it out of the next one."""
         if name := running.pop(index, ""):
-            task = tasks[index]
-            if why:
-                task.store_failure(name, why, task.missing_steps(TuneOutcome(task.problem)), silent)
-            left_out = dataclasses.replace(task.options, without=(*task.options.without, name))
-            tasks[index] = dataclasses.replace(task, options=left_out)
+            leave_out(index, name, why, silent)
+
+    def prepare() -> None:
+        """Compiles. Where time is short, what took its processes down, or did not come back, is not run again."""
+        compiled = compile_first()
+        if options.silence is None:
+            return
+        places = {task.problem.layer: index for index, task in enumerate(tasks)}
+        for (layer, name), why in compiled.lost.items():
+            leave_out(places[layer], name, why, 0.0)
+        for (layer, name), seconds in compiled.waited.items():
+            leave_out(places[layer], name, silence(seconds), min(seconds, options.silence))
 
     options, until = tasks[0].options, tasks[0].until
     limits = worker_pool.Limits()
@@ -322,7 +354,7 @@ def _tune_on_gpus(
         limits = worker_pool.Limits(options.silence, left)
     progress(f"starting {len(gpus)} process{'es' * (len(gpus) > 1)}", 0, sum(sizes))
     quiet = len(gpus) > 1 or options.silence is not None  # a start's log has warnings of its own
-    for event in worker_pool.run_tasks(_tune_one, tasks, gpus, _MAX_ATTEMPTS, quiet, limits, record_crash):
+    for event in worker_pool.run_tasks(_tune_one, tasks, gpus, _MAX_ATTEMPTS, quiet, limits, record_crash, prepare):
         task = tasks[event.task]
         if event.kind == "progress":
             if event.value.backend is not None:
@@ -333,12 +365,11 @@ def _tune_on_gpus(
                 progress(event.value.words, min(sum(done), sum(sizes)), sum(sizes))
             continue
         done[event.task] = sizes[event.task]
-        samples = task.known_samples()
         if event.kind == "done":
             outcomes[event.task] = event.value
-            event.value.add([each for each in samples if each.backend in task.options.without])
         else:
-            outcomes[event.task] = TuneOutcome(task.problem, samples, unfinished=event.value)
+            outcomes[event.task] = TuneOutcome(task.problem, task.final_samples(), unfinished=event.value)
+        outcomes[event.task].add([each for each in task.known_samples() if each.backend in task.options.without])
     return [outcomes[index] for index in range(len(tasks))]
 
 

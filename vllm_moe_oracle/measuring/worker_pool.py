@@ -56,6 +56,9 @@ TaskFunction = Callable[[Any, SendProgress], Any]
 _KILL_SECONDS = 10.0
 """Seconds that a killed worker is waited for: a GPU that hangs may hold its process."""
 
+TIME_SPENT = "the time was spent"
+"""Why a task is lost that had not ended at `Limits.until`."""
+
 OnCrash = Callable[[int, str, float], None]
 """Called with a task whose worker ended by what it ran, or was silent for too long, why ("" where the worker
 reported a broken context, which it has stored), and the seconds of silence, 0 if it ended otherwise: before the task is
@@ -64,6 +67,10 @@ given to a new worker. Workers that others killed do not count."""
 
 def _ignore_crash(task: int, why: str, silent: float) -> None:
     """The usual `OnCrash`."""
+
+
+def _only_wait() -> None:
+    """What this process usually does meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,7 @@ def run_tasks(
     quiet: bool = False,
     limits: Limits = _NO_LIMITS,
     on_crash: OnCrash = _ignore_crash,
+    meanwhile: Callable[[], None] = _only_wait,
 ) -> Generator[TaskEvent, None, None]:
     """Runs tasks in worker processes, in the order of the list.
 
@@ -143,6 +151,7 @@ def run_tasks(
         limits: when workers are killed.
         on_crash: called with each task that took its worker down, why ("" where the task has stored that itself), and
             the seconds of silence after which the worker was killed, 0 if it ended otherwise.
+        meanwhile: called once, while the workers start and import what they need. They get their first tasks after it.
 
     Yields:
         Progress and outcomes, as they arrive.
@@ -153,8 +162,10 @@ def run_tasks(
     """
     pool = _Pool(function, tasks, attempts, quiet, limits, on_crash)
     try:
-        for gpu in gpus[: len(tasks)]:
-            pool.start(gpu)
+        idle = [pool.start(gpu) for gpu in gpus[: len(tasks)]]
+        meanwhile()
+        for worker in idle:
+            pool.assign(worker)
         while pool.workers:
             for connection in wait([*pool.workers], pool.seconds_to_limit()):
                 assert isinstance(connection, Connection)
@@ -162,7 +173,7 @@ def run_tasks(
             if limits.until is not None and time.monotonic() >= limits.until:
                 for task in [*(each.task for each in pool.workers.values()), *pool.waiting]:
                     if task is not None:
-                        yield TaskEvent(task, "lost", "the time was spent")
+                        yield TaskEvent(task, "lost", TIME_SPENT)
                 return
             yield from pool.end_silent()
     finally:
@@ -186,8 +197,8 @@ class _Pool:
     def __post_init__(self) -> None:
         self.waiting = deque(range(len(self.tasks)))
 
-    def start(self, gpu: str | None) -> None:
-        """Starts a worker on a GPU and gives it a task."""
+    def start(self, gpu: str | None) -> Connection:
+        """Starts a worker on a GPU, without a task."""
         ours, theirs = multiprocessing.Pipe()
         command = [sys.executable, "-c", _COMMAND, str(theirs.fileno())]
         with visible_gpu(gpu):
@@ -197,7 +208,7 @@ class _Pool:
         with contextlib.suppress(OSError):  # a dead worker is found when its pipe is read
             ours.send(sys.path)
             ours.send((self.function, self.quiet))
-        self.assign(ours)
+        return ours
 
     def seconds_to_limit(self) -> float | None:
         """Seconds until the next worker may have to be killed; None where none ever has."""
@@ -273,7 +284,7 @@ class _Pool:
             else:
                 yield TaskEvent(worker.task, "lost", why)
         if self.waiting:
-            self.start(worker.gpu)
+            self.assign(self.start(worker.gpu))
 
     def kill(self) -> None:
         """Ends all workers."""
