@@ -154,7 +154,7 @@ def main() -> int:
             says, silent = ((measured,), ()) if left else ((served,), (measuring, measured))
             starts.start("second", first, folder / "cache", says, silent)
         if "kill" in parts:
-            starts.start("killed", other, folder / "killed", (measuring,), (), "measuring, 3 of")
+            starts.start("killed", other, folder / "killed", (measuring,), (), " 4 tokens, uniform")
             starts.start("after the kill", other, folder / "killed", (measured,))
         if "disk" in parts:
             full = folder / "full"
