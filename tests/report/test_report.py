@@ -634,8 +634,7 @@ def test_decisions_beside_one_that_cannot_be_read_are_shown(tmp_path: Path) -> N
     file, unknown = tmp_path / "d.jsonl", {"moe_oracle": "9", "groups": [], "record_version": 99}
     file.write_text("\n".join(['{"moe_oracle": "1", "gro', *map(json.dumps, (*servers, unknown))]))
     content = page_data.read(file, Settings())
-    titles = [each.title.partition(" on ")[0] for each in content.servers]
-    assert titles == ["rank 0 of 1, process 7", "rank 0 of 1, process 8"]
+    assert [(each.rank, each.ranks, each.process) for each in content.servers] == [(0, 1, 7), (0, 1, 8)]
     broken, newer = content.notes
     assert (
         "line 1 is not a record" in broken and "line 4 is not a record: " in newer and "record_version is 99" in newer

@@ -293,7 +293,7 @@ def _format_us(value: float) -> str:
 
 def page_title(content: ReportContent) -> str:
     """What the page is about: the machines that were measured, else those of the servers."""
-    names = [each.environment for each in content.panels] or [each.device for each in content.servers]
+    names = [each.environment for each in content.panels] or [each.device.name for each in content.servers]
     return f"MoE kernels on {' and '.join(dict.fromkeys(names))}: {'measured' if content.panels else 'chosen'}"
 
 

@@ -32,7 +32,6 @@ from ..measurements.kernel_shape import KernelShape, Sample, is_displayable, is_
 from ..oracle.selection import decide, equivalent_backends
 from ..settings import Settings, env_var
 from ..untrusted import boundary, check_fields_once
-from .server_records import ServerDecisions, decisions_of
 
 OTHER_FAMILY = "Other layers"
 """Heading of layers of no known model."""
@@ -143,14 +142,14 @@ class ReportContent:
 
     Attributes:
         panels: measured layers.
-        servers: decisions of servers.
+        servers: decision records of servers (the setting `report`).
         conditions: how the measurements were taken: title, and names with values.
         notes: what could not be shown, and why.
         about: what a reader has to know first, below the title; "" for nothing.
     """
 
     panels: tuple[LayerPanel, ...] = ()
-    servers: tuple[ServerDecisions, ...] = ()
+    servers: tuple[ServerRecord, ...] = ()
     conditions: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
     notes: tuple[str, ...] = ()
     about: str = ""
@@ -309,7 +308,7 @@ def _from_server(lines: Sequence[tuple[int, bytes]], path: Path) -> ReportConten
     if not records:
         raise errors[0]
     last = last_of_each_load(records, ServerRecord.process_and_layers)
-    return ReportContent(servers=tuple(map(decisions_of, last)), notes=_remarks(errors))
+    return ReportContent(servers=tuple(last), notes=_remarks(errors))
 
 
 def _bench_line(line: bytes, path: Path, number: int) -> dict[str, Any] | BenchRecord:
