@@ -107,6 +107,15 @@ def test_the_version_stands_in_one_place() -> None:
     assert elsewhere == []
 
 
+def test_an_archive_on_the_path_is_refused_in_words(tmp_path: Path) -> None:
+    """Python imports modules from a zip archive; devices, times and kernels are read from files."""
+    archive = shutil.make_archive(str(tmp_path / "package"), "zip", ROOT, "vllm_moe_oracle")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import vllm_moe_oracle.cli.main"
+    found = subprocess.run([sys.executable, "-c", code, archive], cwd=tmp_path, env={}, capture_output=True, text=True)
+    assert found.returncode == 1 and "package.zip/vllm_moe_oracle is no folder: " in found.stderr.splitlines()[-1]
+    assert "Install it (pip install vllm-moe-oracle), or unpack the archive" in found.stderr
+
+
 # --- contents ---------------------------------------------------------------------------------------------------------
 
 # setuptools replaces the arguments.

@@ -635,6 +635,11 @@ def test_the_gain_over_stock_is_shown_where_it_is_known(
     assert found["fastest"] == [1, pytest.approx(stock["1"][0] / chosen["1"][0])]
     assert found["slowest"][1] < found["speedup"] < found["fastest"][1]
     assert text.startswith(f"measured: {found['speedup']:.2f} times as fast as stock vLLM's HummingIndexedExperts")
+    assert "as fast as stock vLLM's HummingIndexedExperts for the objective balanced (" in text
+    assert f"({found['slowest'][1]:.2f} at {found['slowest'][0]} to {found['fastest'][1]:.2f} at 1 tokens)" in text
+    alone, single = gain("--device", file, "--set", "objective=1:1")
+    assert single["slowest"] == single["fastest"] == found["fastest"]
+    assert "for the objective 1:1, by shipped times of one run of both (NVIDIA H200" in alone
     text, found = gain("--device", "nvidia-h800")
     assert found["kind"] == "predicted" and 0 < found["error"] < 0.3
     assert re.match(r"predicted: 1\.\d\d ±0\.\d\d times as fast as humming_mxfp8, stock vLLM's kernel,", text)

@@ -52,7 +52,7 @@ class StockGain:
         if self.error is not None:
             times += f" ±{self.speedup * math.expm1(self.error):.2f}"
         words = f"{times} times as fast as {self.stock} for the objective {self.objective}"
-        if self.slowest is not None and self.fastest is not None:
+        if self.slowest is not None and self.fastest is not None and self.slowest != self.fastest:
             ends = [f"{speedup:.2f} at {count}" for count, speedup in (self.slowest, self.fastest)]
             words += f" ({' to '.join(ends)} tokens)"
         return f"{words}, by {self.source}"
@@ -118,7 +118,7 @@ def _measured(found: profile.Profile, shape: KernelShape, decision: Decision, ob
         speedup,
         str(objective),
         f"stock vLLM's {found.stock_classes(shape).get(STOCK_DEFAULT) or 'own layer'}",
-        f"the shipped times ({found.environment})",
+        f"shipped times of one run of both ({found.environment})",
         slowest=ratios[0][::-1] if ratios else None,
         fastest=ratios[-1][::-1] if ratios else None,
     )
