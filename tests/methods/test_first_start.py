@@ -319,6 +319,19 @@ def test_times_that_are_none_are_refused(value: str) -> None:
     assert settings.load({"MOE_ORACLE_MEASURE_AT_START": "0"}).measure_at_start == 0
 
 
+def test_ranks_that_would_not_wait_that_long_measure_nothing(tmp_path: Path) -> None:
+    for seconds, reason in (("570", ""), ("571", "571 s do not fit into the 600 s that ranks wait; set ")):
+        chosen = asked(tmp_path, measure_at_start=seconds)
+
+        def decide_here(chosen: settings.Settings = chosen) -> Decision:
+            measurements = backend_selection.measurements_for(LAYER, chosen)
+            return decide(LAYER, A100, chosen, registry=REGISTRY, measurements=measurements)
+
+        for several, words in ((True, reason), (False, "")):
+            names, found = first_start._candidates(LAYER, chosen, decide_here, several)
+            assert found.startswith(words) and bool(found) == bool(words) and bool(names) != bool(words)
+
+
 # --- Ranks ------------------------------------------------------------------------------------------------------------
 
 
