@@ -135,7 +135,7 @@ def _compile_jobs(
                 ]
                 keys = {call: _query_backend(backend, "compile_keys", problem, *call) or frozenset() for call in calls}
                 # A library without machine code for this GPU is compiled by the driver at its first call: Marlin's took
-                # 20 to 40 s on an H200 (vLLM 0.33.0, which builds it for 8.0, for 12.0, and as PTX).
+                # 20 to 40 s on an H200: vLLM builds it for 8.0, for 12.0, and as PTX.
                 shared = any(keys.values())
                 if not shared:
                     keys[calls[0]] = frozenset({(name, problem.scheme, problem.dtype)})
