@@ -279,7 +279,7 @@ def test_a_backend_that_was_killed_here_gets_more_time(
 
 
 @pytest.mark.full
-def test_slow_compilers_run_beside_each_other_and_one_that_hangs_is_left_out(
+def test_slow_compilers_run_beside_each_other_and_a_hang_is_left_out(
     only: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With limits that kill a compiler where a layer is measured: it is not there that it compiles."""

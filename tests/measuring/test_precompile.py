@@ -193,7 +193,7 @@ def test_sharing_kernels_halves_the_calls_to_compile() -> None:
     assert once < 0.5 * all_of_it
 
 
-def test_a_library_is_called_once_for_each_of_its_formats_and_unknown_kernels_always() -> None:
+def test_a_library_is_called_once_a_format_and_unknown_kernels_always() -> None:
     jobs = [*precompile._compile_jobs(work(), H200, COUNTS, 0)]
     of_library = [job for job in jobs if "marlin" in job.backend]
     assert all(job.calls == ((1, ""),) and not job.repeated for job in of_library)
