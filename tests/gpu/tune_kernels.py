@@ -466,6 +466,26 @@ class Timer:
         return self.best([*found, *self.others])
 
 
+def tried(scheme: str, weights: PackedWeights, shape: str, tokens: int, by_pairs: bool) -> list[LaunchConfig]:
+    """The pairs of tiles whose kernels a search needs."""
+    current = configs.choose_launch_config(weights, sizes_of(shape)[0][1], tokens)
+    if by_pairs:
+        return covering(every_pair(weights, sizes_of(shape)[0][1], current))
+    return pairs(current, *candidates(scheme, weights, shape, tokens))
+
+
+def best_of_pairs(
+    scheme: str, weights: PackedWeights, shape: str, tokens: int
+) -> tuple[Timer, LaunchConfig | PrefillConfig]:
+    """The fastest of every pair and what is in use, and the times of the last few."""
+    top_k = sizes_of(shape)[0][1]
+    current, used = (choose(weights, top_k, tokens) for choose in (configs.choose_launch_config, configs.choose_config))
+    trial = Timer(weights, scheme, shape, tokens, 5, [], 2)
+    trial.best([used, *every_pair(weights, top_k, current)])
+    timer = Timer(weights, scheme, shape, tokens, 15, [], 6)
+    return timer, timer.best([used, *sorted(trial.times, key=trial.times.__getitem__)[:6]])
+
+
 def describe(config: LaunchConfig | PrefillConfig) -> str:
     """A configuration in a few characters."""
     if isinstance(config, PrefillConfig):
@@ -515,12 +535,7 @@ def main() -> None:
         persistent = {(tokens, config) for tokens in counts for config in persistent_of(weights, shape, tokens)}
         first += [(scheme, shape, tokens, config) for tokens, config in sorted(persistent, key=str)[-1:]]  # the longest
         for tokens in counts:
-            current = configs.choose_launch_config(weights, sizes_of(shape)[0][1], tokens)
-            if args.pairs:
-                tried = covering(every_pair(weights, sizes_of(shape)[0][1], current))
-            else:
-                tried = pairs(current, *candidates(scheme, weights, shape, tokens))
-            for pair in tried:
+            for pair in tried(scheme, weights, shape, tokens, args.pairs):
                 for config in (pair, *options(pair)):
                     if config not in seen:
                         seen.add(config)
@@ -536,15 +551,12 @@ def main() -> None:
         for tokens in counts:
             if time.time() - start > args.seconds:
                 break
-            others, top_k = persistent_of(weights, shape, tokens), sizes_of(shape)[0][1]
-            current = configs.choose_launch_config(weights, top_k, tokens)
-            used = configs.choose_config(weights, top_k, tokens)
+            used = configs.choose_config(weights, sizes_of(shape)[0][1], tokens)
             if args.pairs:
-                trial = Timer(weights, scheme, shape, tokens, 5, [], 2)
-                trial.best([used, *every_pair(weights, top_k, current)])
-                timer = Timer(weights, scheme, shape, tokens, 15, [], 6)
-                best = timer.best([used, *sorted(trial.times, key=trial.times.__getitem__)[:6]])
+                timer, best = best_of_pairs(scheme, weights, shape, tokens)
             else:
+                current = configs.choose_launch_config(weights, sizes_of(shape)[0][1], tokens)
+                others = persistent_of(weights, shape, tokens)
                 timer = Timer(weights, scheme, shape, tokens, args.replays, others, args.draws)
                 best = timer.search(current, *candidates(scheme, weights, shape, tokens))
             ranked = sorted(timer.times.items(), key=lambda item: item[1])

@@ -372,7 +372,7 @@ DRILLS: Mapping[str, Drill] = {
         _add_format,
         {
             "no method serves it": edit(_METHOD, '{"quark": None}', '{"quark_of_old": None}'),
-            "the replaced class has another name": edit(_METHOD, ': "QuarkOCP_MX_MoEMethod",', ': "QuarkMoEMethod",'),
+            "the replaced class has another name": edit(_METHOD, ':QuarkOCP_MX_MoEMethod",', ':QuarkMoEMethod",'),
             "declared activations are dropped": edit(
                 _READER, 'activations="mxfp4" if inputs is not None else "16bit"', 'activations="16bit"'
             ),
