@@ -16,7 +16,7 @@ import torch
 from packaging.version import Version
 
 from tests.lib.releases import DEFAULT_RELEASE, ReleaseUnavailable, every_release, some_releases, sources
-from tests.tools import release_names
+from tests.tools import generate, release_names
 from vllm_moe_oracle import compat
 from vllm_moe_oracle.core import activations
 from vllm_moe_oracle.core.activations import ACTIVATIONS
@@ -33,7 +33,6 @@ from vllm_moe_oracle.releases.supported import (
     packages_of,
     release_group,
     release_support,
-    support_table,
 )
 from vllm_moe_oracle.releases.vllm_names import MOE_BACKENDS, REMOVED_MODELS, UNBALANCED_MODELS
 
@@ -208,7 +207,7 @@ def test_the_nearest_tested_release(version: str, nearest: str, tested: bool) ->
 
 def test_the_table_has_every_release() -> None:
     for release in RELEASES:
-        assert f"| {release} | yes | yes |" in support_table()
+        assert f"| {release} | yes | yes |" in generate.support_table()
 
 
 @pytest.mark.parametrize("room", ["methods", "oracle", "schemes", "layouts", "kernels", "plugin.py"])

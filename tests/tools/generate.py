@@ -92,7 +92,13 @@ def explain() -> str:
 
 def support_table() -> str:
     """The supported vLLM releases."""
-    return supported.support_table().strip()
+    rows = ["| vLLM | sources | registration | serving on CPU | adapter since |", "|---|---|---|---|---|"]
+    for group in reversed(supported.RELEASE_GROUPS):
+        for release in reversed(group.releases):
+            verified = supported.release_support(release).verified
+            marks = ["yes" if name in verified else "" for name in ("sources", "registration", "serving")]
+            rows.append(f"| {' | '.join([release, *marks])} | {group.first}: {group.change} |".replace("|  |", "| |"))
+    return "\n".join(rows)
 
 
 def settings() -> str:

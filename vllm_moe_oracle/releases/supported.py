@@ -177,17 +177,6 @@ def release_support(version: str) -> ReleaseSupport:
     return ReleaseSupport(version, (group[0], group[-1]), tested, nearest, verified)
 
 
-def support_table() -> str:
-    """The support table of the README, in Markdown."""
-    rows = ["| vLLM | sources | registration | serving on CPU | adapter since |", "|---|---|---|---|---|"]
-    for group in reversed(RELEASE_GROUPS):
-        for release in reversed(group.releases):
-            verified = release_support(release).verified
-            marks = ["yes" if name in verified else "" for name in ("sources", "registration", "serving")]
-            rows.append(f"| {' | '.join([release, *marks])} | {group.first}: {group.change} |".replace("|  |", "| |"))
-    return "\n".join(rows)
-
-
 def check_platform(kind: str, name: str = "") -> None:
     """Checks that backends exist for a platform.
 
