@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+import torch
 
 from tests.lib.cases import B200, CPU, H200, INT4_G128, MXFP8, problem
 from tests.lib.releases import every_release, sources
+from tests.lib.stock_code import FUSED_MOE, load
 from vllm_moe_oracle.core.lora import targets_experts
 from vllm_moe_oracle.core.problem import Device, Parallel, Placement, Problem, Scheme
 from vllm_moe_oracle.devices.catalog import known_device
@@ -83,6 +85,53 @@ def test_no_backend_gets_adapters_that_vllm_misplaces(scheme: Scheme, device: De
         stock = choose_stock(layer, device, registry)
         assert stock is not None and stock.refusal, layer
     assert runs == (device.kind == "cuda")
+
+
+REMEDIES = {
+    "serve without --data-parallel-size": {"dp": 1},
+    "serve without --enable-eplb": {"eplb": False},
+    "expert parallelism over ranks that divide the experts, with --expert-placement-strategy linear": {
+        "ep": 4, "placement": "linear",
+    },
+    "or none; or ": {"ep": 1, "tp": 4, "placement": "linear"},
+}  # fmt: skip
+"""What a remedy changes, by its words."""
+
+
+@pytest.mark.parametrize("experts", [12, 13])
+def test_a_remedy_leads_to_a_layer_that_is_served(experts: int) -> None:
+    """Each reason's remedy takes this reason away, brings no other, and all of them together leave none."""
+
+    def made(asked: dict[str, Any]) -> Problem:
+        parallel = {name: asked[name] for name in ("tp", "ep", "dp", "placement")}
+        return problem(
+            num_experts=experts, local_experts=-(-experts // asked["ep"]), parallel=Parallel(**parallel),
+            eplb=asked["eplb"], lora=True,
+        )  # fmt: skip
+
+    def reasons(asked: dict[str, Any]) -> dict[str, str]:
+        found = default_registry()["hopper_mxfp8"].check(made(asked), H200).reasons
+        return {reason.code: reason.remedy for reason in found}
+
+    for ep, dp, eplb, placement in itertools.product((1, 3, 5), (1, 2), (False, True), get_args(Placement)):
+        asked = {"tp": 2 if ep == 1 else 1, "ep": ep, "dp": dp, "eplb": eplb, "placement": placement}
+        seen = reasons(asked)
+        for code, remedy in seen.items():
+            changes = [change for words, change in REMEDIES.items() if words in remedy]
+            fits = [change for change in changes if change.get("ep", 1) == 1 or experts % change["ep"] == 0]
+            assert changes and all(reasons(asked | change).keys() <= seen.keys() - {code} for change in fits), remedy
+            asked = asked | fits[-1]
+        assert not reasons(asked), asked
+
+
+@every_release
+def test_vllm_places_experts_as_this_file_says(release: str) -> None:
+    place = load(release, f"{FUSED_MOE}/expert_map_manager.py", torch=torch)["determine_expert_map"]
+    for experts, ranks, placement in itertools.product((12, 13), (2, 3, 5), get_args(Placement)):
+        for rank in range(ranks):
+            local, places, _ = place(ranks, rank, experts, placement)
+            owned = held(experts, ranks, rank, placement)
+            assert len(owned) == local and places[owned].tolist() == [*range(local)]
 
 
 @every_release
