@@ -27,7 +27,7 @@ from vllm_moe_oracle.devices import catalog
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import model_shapes, profile
 from vllm_moe_oracle.measurements.environment import Environment
-from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
+from vllm_moe_oracle.measurements.kernel_shape import Sample, Timing, kernel_shape_of
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.releases.supported import NEWEST
 from vllm_moe_oracle.report import html_report, page_data, plots
@@ -177,6 +177,15 @@ def test_a_heat_map_has_every_layer_and_names_its_worst_cells(tmp_path: Path) ->
     assert [each.level for each in third.cells] == ["f4", "f3", "s3"]
     assert found.worst[0] == "0.75× gpt-oss-20b mxfp4, 16 tokens"
     assert html_report.heat_map("over stock", (("gpt-oss", (silent,)),), page_data.LayerPanel.speedup) is None
+
+
+def test_what_holds_at_one_number_of_tokens_is_no_range() -> None:
+    stock, own = ({count: Timing(us, us, us) for count, us in points} for points in ([(1, 3.0), (4, 3.0)], [(1, 2.0)]))
+    panel = page_data.LayerPanel("x", "s", "p", {"stock:auto": stock, "a": own}, chosen={1: "a", 4: "b", 16: "b"})
+    facts = dict(html_report.card_facts(panel))
+    assert (facts["decision"], facts["over stock"]) == ("a (1 token) and b (4 to 16 tokens)", "1.50×")
+    wide = dataclasses.replace(panel, times=panel.times | {"b": {4: Timing(1.0, 1.0, 1.0)}})
+    assert dict(html_report.card_facts(wide))["over stock"] == "2.12× (1.50× to 3.00×)"
 
 
 def test_ratios_have_the_class_of_their_range() -> None:

@@ -232,7 +232,7 @@ def card_facts(panel: LayerPanel) -> list[tuple[str, str]]:
         found.append(("not served", panel.explanation))
     if ratios := [each for count in panel.counts if (each := panel.speedup(count)) is not None]:
         mean = _times(statistics.geometric_mean(ratios))
-        said = f"{mean} ({_times(min(ratios))} to {_times(max(ratios))})"
+        said = f"{mean} ({_times(min(ratios))} to {_times(max(ratios))})" if len(ratios) > 1 else mean
         found.append(
             ("over stock", said + (f"; stock runs {stock}" if (stock := panel.stock.get(STOCK_DEFAULT)) else ""))
         )
@@ -250,7 +250,11 @@ def _decision(panel: LayerPanel) -> str:
     parts = names
     if len(names) > 1:
         counts = {name: [count for count in sorted(panel.chosen) if panel.chosen[count] == name] for name in names}
-        parts = [f"{name} ({found[0]} to {found[-1]} tokens)" for name, found in counts.items()]
+        spans = {
+            name: f"{found[0]} to {_tokens(found[-1])}" if len(found) > 1 else _tokens(found[0])
+            for name, found in counts.items()
+        }
+        parts = [f"{name} ({span})" for name, span in spans.items()]
     why = ": ".join(filter(None, (panel.why, panel.explanation)))
     return " and ".join(parts) + (f", {why}" if why else "")
 
