@@ -7,6 +7,7 @@ checkpoints with different packings, and ranks of different tensor-parallel size
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -160,6 +161,23 @@ def kernel_shape_of(problem: Problem) -> KernelShape:
 def is_possible_time(us: float) -> bool:
     """Whether microseconds can be a layer's time. A number read from a file may be anything."""
     return MIN_MICROSECONDS < us < MAX_MICROSECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Times of one function, in microseconds.
+
+    Attributes:
+        us: the median.
+        low: the first quartile.
+        high: the third quartile.
+        replays: number of timed replays; 0 where it does not matter.
+    """
+
+    us: float
+    low: float
+    high: float
+    replays: int = 0
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

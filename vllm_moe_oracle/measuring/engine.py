@@ -27,7 +27,7 @@ from ..compat import current_adapter
 from ..compat.experts_builder import VllmBuilder
 from ..core.problem import Device, Problem
 from ..errors import MeasurementError, describe_error
-from ..measurements.kernel_shape import RoutingKind, Sample
+from ..measurements.kernel_shape import RoutingKind, Sample, Timing
 from ..oracle.checked_backend import watched_calls, watched_kernel
 from ..oracle.watchdog import doing
 from ..verification import process_state, tolerances
@@ -441,7 +441,7 @@ class LayerBench:
                 references[precision] = self._reference(tokens, backend)
             return replays, self._check(graphs[0], references[precision], backend)
 
-    def _fastest_variant(self, default: TileVariant, times: Mapping[TileVariant, timing.Timing]) -> TileVariant:
+    def _fastest_variant(self, default: TileVariant, times: Mapping[TileVariant, Timing]) -> TileVariant:
         """A backend's default, or its fastest variant if that saves more of the time than `TILE_MARGIN`."""
         others = [each for each in times if each.backend == default.backend and not each.default]
         fastest = min(others, key=lambda each: times[each].us, default=default)

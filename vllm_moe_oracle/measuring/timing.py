@@ -13,12 +13,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from ..measurements.kernel_shape import Timing
 
 FLUSH_BYTES = 256 << 20
 """Bytes written before each replay: at least twice the L2 cache of every supported GPU."""
@@ -28,23 +29,6 @@ WARMUP_ROUNDS = 2
 
 Run = Callable[[], Any]
 """Runs what is timed and returns its output."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Times of one function, in microseconds.
-
-    Attributes:
-        us: the median.
-        low: the first quartile.
-        high: the third quartile.
-        replays: number of timed replays.
-    """
-
-    us: float
-    low: float
-    high: float
-    replays: int
 
 
 class CudaClock:

@@ -28,7 +28,7 @@ from ..errors import MeasurementError, NoBackendError, sanitize
 from ..measurements import latency_model, lookup, model_shapes, profile, roofline
 from ..measurements.bench_records import PEER_PREFIX, STOCK_DEFAULT, STOCK_PREFIX, BenchRecord
 from ..measurements.environment import Environment
-from ..measurements.kernel_shape import KernelShape, Sample, is_displayable, is_possible_time, kernel_shape_of
+from ..measurements.kernel_shape import KernelShape, Sample, Timing, is_displayable, is_possible_time, kernel_shape_of
 from ..oracle.selection import decide, equivalent_backends
 from ..settings import Settings, env_var
 from ..untrusted import boundary, check_fields_once
@@ -38,15 +38,6 @@ OTHER_FAMILY = "Other layers"
 
 EQUAL_MARGIN = 0.03
 """A choice at most this much slower than the fastest counts as equal: two runs of a kernel differ by as much."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimePoint:
-    """A median and its quartiles, in microseconds."""
-
-    us: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,7 @@ class LayerPanel:
     name: str
     shape: str
     environment: str
-    times: Mapping[str, Mapping[int, TimePoint]]
+    times: Mapping[str, Mapping[int, Timing]]
     rooflines_us: Mapping[int, float] = field(default_factory=dict)
     stock: Mapping[str, str] = field(default_factory=dict)
     chosen: Mapping[int, str] = field(default_factory=dict)
@@ -82,7 +73,7 @@ class LayerPanel:
     rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
     failures: Mapping[str, str] = field(default_factory=dict)
     compared_with: tuple[str, ...] = ()
-    skewed: Mapping[str, Mapping[int, TimePoint]] = field(default_factory=dict)
+    skewed: Mapping[str, Mapping[int, Timing]] = field(default_factory=dict)
     circular: frozenset[int] = frozenset()
 
     @property
@@ -395,12 +386,12 @@ def panel_of_records(records: Sequence[BenchRecord], environment: str) -> LayerP
         records: at least one, in the order of their runs: what a later one measured again replaces the earlier figure.
         environment: where they were taken, in words.
     """
-    times: dict[str, dict[int, TimePoint]] = {}
+    times: dict[str, dict[int, Timing]] = {}
     failed: dict[tuple[str, int], str] = {}
     for record in records:
         for backend, us in record.us.items():
             low, high = record.quartiles.get(backend, (us, us))
-            times.setdefault(backend, {})[record.tokens] = TimePoint(us, low, high)
+            times.setdefault(backend, {})[record.tokens] = Timing(us, low, high)
             failed.pop((backend, record.tokens), None)
         for backend, reason in record.failures.items():
             failed[backend, record.tokens] = reason
@@ -452,15 +443,15 @@ def _known_layers() -> dict[KernelShape, Problem]:
 
 def _panel_from_profile(found: profile.Profile, shape: KernelShape, problem: Problem | None) -> LayerPanel:
     classes = found.stock_classes(shape)
-    times: dict[str, dict[int, TimePoint]] = {}
-    skewed: dict[str, dict[int, TimePoint]] = {}
+    times: dict[str, dict[int, Timing]] = {}
+    skewed: dict[str, dict[int, Timing]] = {}
     failures: dict[str, str] = {}
     for sample in found.samples(shape):
         if sample.failure:
             failures.setdefault(sample.backend, sample.failure)
             continue
         into = times if sample.routing == "uniform" else skewed
-        into.setdefault(sample.backend, {})[sample.tokens] = TimePoint(sample.us, sample.low, sample.high)
+        into.setdefault(sample.backend, {})[sample.tokens] = Timing(sample.us, sample.low, sample.high)
     panel = LayerPanel(
         name=str(shape) if problem is None else problem.layer,
         shape=str(shape),
