@@ -214,7 +214,9 @@ def test_lora_is_refused_on_padded_sizes() -> None:
     assert not backend.check(problem(lora=True), H200).reasons
 
 
-@pytest.mark.parametrize("backend", [backend for backend in default_registry() if backend.capabilities.lora], ids=str)
+@pytest.mark.parametrize(
+    "backend", [backend for backend in default_registry() if backend.capabilities.lora], ids=lambda each: each.name
+)
 def test_what_keeps_adapters_from_every_backend_that_takes_them(backend: Backend) -> None:
     def codes(device: Device = H200, **changes: Any) -> set[str]:
         case = problem(scheme=SCHEMES[backend.schemes[0]], lora=True, **changes)
