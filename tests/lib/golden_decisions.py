@@ -110,6 +110,10 @@ class StockInstall:
             name = "swigluoai_uninterleave"
         return self.activations(name)
 
+    def set_batch_invariant(self, layer: Problem) -> None:
+        """Sets ``VLLM_BATCH_INVARIANT`` as the layer says."""
+        self.names["envs"].VLLM_BATCH_INVARIANT = layer.batch_invariant
+
     def oracle(self, scheme: str, **given: Any) -> dict[str, Any]:
         """The names of stock's file that lists the kernels of a scheme, the expert classes among them.
 
@@ -187,17 +191,20 @@ def stock_config(problem: Problem, activation: Any, method: Any, logits: torch.d
     )  # fmt: skip
 
 
-def agrees(choice: StockChoice | None, stock: Mapping[str, str]) -> bool:
+def agrees(choice: StockChoice, stock: Mapping[str, str]) -> bool:
     """Whether what the rules say of stock is what its code does.
 
     Args:
         choice: from `choose_stock`.
         stock: from `GoldenTable.stock`.
     """
-    if choice is None:
+    if choice.unknown:
         return False
+    if choice.refusal.endswith("vLLM does not ask"):
+        return choice.refusal.startswith(f"{stock.get('class')} takes ")
     if raises := stock.get("raises", ""):
-        return bool(choice.refusal) and raises.startswith(choice.refusal.partition(" (")[0])
+        said = choice.refusal.partition(" (")[0]
+        return bool(said) and (raises.startswith(said) or said.startswith(raises))
     return (choice.stock_class, choice.refusal) == (stock.get("class"), "")
 
 

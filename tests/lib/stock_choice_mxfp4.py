@@ -103,11 +103,12 @@ def stock(layer: Problem, capability: int, release: str = RELEASE) -> dict[str, 
     if layer.scheme.packing == "online" and not exists(release, f"{QUANTIZATION}/online/mxfp4.py"):
         return {}
     install, oracle = _oracle(capability, release)
+    install.set_batch_invariant(layer)
     config = stock_config(
         layer, install.activation(layer.activation), getattr(install.methods, _METHODS[layer.routing.method])
     )
     if layer.scheme.packing == "compressed-tensors":
-        return _compressed_tensors(oracle)
+        return _compressed_tensors(layer, oracle, config, install)
     try:
         if layer.scheme.packing == "mxfp4":
             chosen, found = oracle["select_deepseek_v4_mxfp4_moe_backend"](config)
@@ -123,12 +124,28 @@ def stock(layer: Problem, capability: int, release: str = RELEASE) -> dict[str, 
     return result
 
 
-def _compressed_tensors(oracle: Mapping[str, Any]) -> dict[str, str]:
+def _compressed_tensors(
+    layer: Problem, oracle: Mapping[str, Any], config: Any, install: StockInstall
+) -> dict[str, str]:
     """`CompressedTensorsW4A4Mxfp4MoEMethod` asks no list: its weights are for CUTLASS, where that runs, or for Marlin,
-    whatever is declared of activations."""
+    whatever is declared of activations. What comes of it is asked of the class, or said here where a kernel says it."""
+    found = {"backend": "MARLIN", "class": "MarlinExperts"}
+    words = "Marlin needs the hidden size"
+    wrong = layer.hidden_size % 128 or layer.intermediate_size % 64
     if oracle["CutlassExpertsMxfp4"]._supports_current_device():
-        return {"backend": "CUTLASS", "class": "CutlassExpertsMxfp4", "activations": "kMxfp4Dynamic"}
-    return {"backend": "MARLIN", "class": "MarlinExperts"}
+        found = {"backend": "CUTLASS", "class": "CutlassExpertsMxfp4", "activations": "kMxfp4Dynamic"}
+        words, wrong = "scales are tiled by 128", layer.hidden_size % 128 or layer.intermediate_size % 128
+    elif install.platform.is_cpu():
+        return found | {"raises": "MarlinExperts, which its method takes without asking, needs a GPU"}
+    elif not oracle["MarlinExperts"]._supports_activation(config.activation):
+        return found | {"raises": "MarlinExperts does not take it, and its method does not ask"}
+    if layer.lora and not oracle[found["class"]].supports_lora():
+        return found | {"raises": f"AssertionError: {found['class']} does not support LoRA"}
+    if not layer.activation.gated and found["backend"] == "MARLIN":
+        # prepare_moe_fp4_layer_for_marlin in quantization/utils/marlin_utils_fp4.py takes the rows for two halves.
+        return found | {"raises": "AssertionError: weight.shape == (e, size_n, size_k // 2): experts without"}
+    # CUTLASS: tiles of scales in process_weights_after_loading. Marlin: tiles of its operator.
+    return found | ({"raises": f"RuntimeError: {words}"} if wrong else {})
 
 
 def difference(row: dict[str, Any]) -> str:

@@ -63,6 +63,7 @@ def _oracle(capability: int, release: str) -> tuple[StockInstall, dict[str, Any]
 def stock(layer: Problem, capability: int, release: str = RELEASE) -> dict[str, str]:
     """What stock does for the layer: the backend and class it chooses, and what it raises, then or later."""
     install, oracle = _oracle(capability, release)
+    install.set_batch_invariant(layer)
     method = getattr(install.methods, STOCK_ROUTING[layer.routing.method])
     config = stock_config(layer, install.activation(layer.activation), method, torch.float32)
     try:

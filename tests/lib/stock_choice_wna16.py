@@ -131,6 +131,7 @@ def stock(layer: Problem, capability: int, release: str = RELEASE) -> dict[str, 
     if scheme.act_order == "group":
         return {"backend": "", "class": "", "raises": "ValueError: desc_act=True is no longer supported"}
     install, oracle = _oracle(capability, release)
+    install.set_batch_invariant(layer)
     fits = oracle["check_moe_marlin_supports_config"]
     config = stock_config(layer, install.activation(layer.activation), install.methods.Renormalize)
     name, padding, bias = _OF_PACKING[scheme.packing], True, scheme.packing in ("awq", "gptq")

@@ -147,7 +147,7 @@ def test_what_is_left_to_stock_is_not_tuned(tuned: Callable[..., tuple[Any, list
     """Backends that run by name only are no choice of the server's."""
     scheme = Scheme("mxfp4", 4, 32, "compressed-tensors", activations="mxfp4")
     declared = [problem(scheme=scheme, layer=f"model.layers.{index}.mlp.experts") for index in (1, 2)]
-    words = "note: model.layers.1-2.mlp.experts: not measured, left to stock vLLM: it runs CutlassExpertsMxfp4 here"
+    words = "note: model.layers.1-2.mlp.experts: not measured, left to stock vLLM, which runs CutlassExpertsMxfp4"
     result, measured = tuned(declared)
     assert result.status == 0 and measured == [] and words in result.err and result.err.count("note") == 1
     result, measured = tuned(declared, "--export", tmp_path / "p.json", "--json")

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import enum
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from tests.lib.cases import CPU, H200, MXFP8, problem
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.decision import Candidate, Reason, Rejected
-from vllm_moe_oracle.core.problem import Parallel
+from vllm_moe_oracle.core.problem import Parallel, Scheme
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import NoBackendError, SettingError
 from vllm_moe_oracle.methods import backend_selection, base, load_summary, rank_sync
@@ -236,6 +237,32 @@ def test_a_checkpoint_that_stock_vllm_does_not_read_is_an_error(monkeypatch: pyt
     monkeypatch.setattr(Ours, "limitation", "does not know act order")
     with pytest.raises(NoBackendError, match="stock vLLM's Stock does not know act order"):
         Ours(quant_config="config", moe_config=config())
+
+
+@pytest.mark.parametrize(
+    ("fields", "ending"),
+    [
+        ({"intermediate_size": 48, "tp": 16}, "ranks cut scale groups of 32: its loader gives rank 1 the scales"),
+        ({"eplb": True}, "NotImplementedError: EPLB is not supported"),
+        ({"lora": True}, "AssertionError: CutlassExpertsMxfp4 does not support LoRA"),
+        ({"intermediate_size": 192}, "RuntimeError: scales are tiled by 128 rows and features"),
+        ({}, ""),
+    ],
+)
+def test_what_stock_finds_out_after_its_choice_is_an_error_before(
+    fields: dict[str, Any], ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its constructor takes the layer, and the load ends, or puts scales of other features beside the weights."""
+    chosen = type("CutlassExpertsMxfp4", (), {})
+    monkeypatch.setattr(Stock, "experts_cls", chosen, raising=False)
+    layer = problem(scheme=Scheme("mxfp4", 4, 32, "compressed-tensors"), **fields)
+    monkeypatch.setattr(Ours, "problem", layer)
+    if not ending:
+        assert type(Ours("config", config())) is Stock
+        return
+    with pytest.raises(NoBackendError, match=re.escape(f"stock vLLM's Stock cannot run it: {ending}")) as caught:
+        Ours("config", config())
+    assert caught.value.remedy == "Buy one"
 
 
 @pytest.mark.parametrize("asked", [{}, {"lora": True}, {"batched": True}])

@@ -30,23 +30,22 @@ def test_stock_has_no_kernel_that_takes_tokens_by_expert() -> None:
     found = choose_stock(problem(scheme=MXFP8_W8A8, parallel=parallel), H200, default_registry())
     assert str(found) == "cannot run it: ValueError: No MXFP8 MoE backends available"
     found = choose_stock(problem(scheme=Scheme("mxfp4", 4, 32, "mxfp4"), parallel=parallel), H200, default_registry())
-    assert found is not None and found.stock_class == "BatchedMarlinExperts"
+    assert found.stock_class == "BatchedMarlinExperts"
 
 
 def test_stocks_class_for_mxfp4_on_cpus_needs_amx() -> None:
     layer = problem(scheme=Scheme("mxfp4", 4, 32, "gpt_oss"))
     found = choose_stock(layer, CPU, default_registry())
-    assert found is not None
     assert "NotImplementedError: No MXFP4 MoE backend supports the deployment configuration" in found.refusal
     amx = dataclasses.replace(CPU, features=(*CPU.features, "amx_tile"))
-    assert choose_stock(layer, amx, default_registry()) is None
+    assert choose_stock(layer, amx, default_registry()).unknown
 
 
 def test_what_the_rules_do_not_reach_is_not_known() -> None:
     old = dataclasses.replace(H200, packages={**H200.packages, "vllm": "0.23.0"})
     for device, options in ((old, {}), (H200, {"moe_backend": "marlin"})):
-        assert choose_stock(problem(scheme=MXFP8_W8A8), device, default_registry(), **options) is None
-    assert choose_stock(problem(scheme=INT4_G128), H200, default_registry(), method="inc") is None
+        assert choose_stock(problem(scheme=MXFP8_W8A8), device, default_registry(), **options).unknown
+    assert choose_stock(problem(scheme=INT4_G128), H200, default_registry(), method="inc").unknown
 
 
 def test_the_page_names_the_releases_that_the_rules_reach() -> None:

@@ -14,7 +14,7 @@ from vllm_moe_oracle.core.problem import Activation, Device, Parallel, Problem, 
 from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import automatic_choices, decide, evaluate_candidates
-from vllm_moe_oracle.oracle.stock_kernels import is_loadable, kernel_of_stock, stock_wrappers
+from vllm_moe_oracle.oracle.stock_choice import choose_stock, is_loadable, stock_wrappers
 from vllm_moe_oracle.releases.min_versions import HUMMING_FIRST, release_before
 from vllm_moe_oracle.releases.supported import NEWEST, RELEASES, packages_of
 from vllm_moe_oracle.settings import Settings
@@ -42,10 +42,10 @@ def llama4(name: str) -> Problem:
 @pytest.mark.parametrize("name", [name for name in SCHEMES if "order" not in name])
 def test_router_weights_on_the_input_have_a_kernel_on_every_gpu(name: str, capability: int) -> None:
     if name == "mxfp4 w4a4" and 100 <= capability < 120:
-        with pytest.raises(NoBackendError) as caught:
+        with pytest.raises(NoBackendError):
             decide(llama4(name), device_of(capability), Settings())
-        found = kernel_of_stock(caught.value.candidates, llama4(name), device_of(capability), default_registry())
-        assert found is not None and found.name == "CutlassExpertsMxfp4"
+        found = choose_stock(llama4(name), device_of(capability), default_registry())
+        assert found.runs and found.stock_class == "CutlassExpertsMxfp4"
         return
     decision = decide(llama4(name), device_of(capability), Settings())
     assert (
@@ -77,8 +77,7 @@ def test_no_gpu_gets_the_emulation_unasked(release: str) -> None:
             decision = decide(made, device, Settings())
         except NoBackendError as error:
             assert not any(each.accepted for each in error.candidates)
-            stock = kernel_of_stock(error.candidates, made, device, default_registry())
-            outcomes.add("none" if stock is None else "stock")
+            outcomes.add("stock" if choose_stock(made, device, default_registry()).may_run else "none")
             emulated = [each for each in error.candidates if each.backend == "emulation"]
             able = emulated and emulated[0].reasons[0].code == "by_name"
             assert ("emulation runs it slowly" in error.remedy) == bool(able)
@@ -101,11 +100,10 @@ def test_the_static_order_is_that_of_the_machines_release(name: str, release: st
 def test_stock_is_named_for_what_its_class_does_not_ask_alone() -> None:
     layer = problem(activation=Activation("gelu", limit=7.0))
     for change, expected in ((layer, True), (dataclasses.replace(layer, dtype="float32"), False)):
-        with pytest.raises(NoBackendError) as caught:
+        with pytest.raises(NoBackendError):
             decide(change, device_of(80), Settings())
-        found = kernel_of_stock(caught.value.candidates, change, device_of(80), default_registry())
-        assert (found is not None) == expected
-        assert kernel_of_stock(caught.value.candidates, change, CPU, default_registry()) is None
+        assert choose_stock(change, device_of(80), default_registry()).runs == expected
+        assert not choose_stock(change, CPU, default_registry()).runs
     assert decide(layer, CPU, Settings()).backend == "emulation"
     assert decide(layer, H200, Settings(backend="emulation")).backend == "emulation"
 
@@ -121,16 +119,48 @@ def test_what_vllms_loader_cannot_fill_is_not_left_to_stock(device: Device) -> N
     for each, loadable in ((layer, False), (dataclasses.replace(layer, num_experts=8), True)):
         candidates = evaluate_candidates(each, device, Settings())
         assert is_loadable(candidates) == loadable
-        assert loadable or kernel_of_stock(candidates, each, device, default_registry()) is None
+        stock = choose_stock(each, device, default_registry())
+        assert loadable or "gives each of 2 ranks 3 of 7 experts" in stock.refusal
 
 
-def test_stock_pads_the_shards_of_mxfp4_alone() -> None:
-    for scheme, expected in ((SCHEMES["mxfp4"], True), (Scheme("mxfp4", 4, 32, "online"), True), (MXFP8_W8A8, False)):
-        layer = problem(scheme=scheme, intermediate_size=48)
-        with pytest.raises(NoBackendError) as caught:
-            decide(layer, device_of(90), Settings())
-        found = kernel_of_stock(caught.value.candidates, layer, device_of(90), default_registry())
-        assert (found is not None) == expected, layer
+@pytest.mark.parametrize(
+    ("scheme", "capability", "found"),
+    [
+        (Scheme("mxfp4", 4, 32, "mxfp4"), 90, "from feature 32 on for weights from feature 48 on"),
+        (Scheme("mxfp4", 4, 32, "quark"), 100, "from feature 32 on for weights from feature 48 on"),
+        (Scheme("mxfp4", 4, 32, "compressed-tensors"), 90, "from feature 32 on for weights from feature 48 on"),
+        (Scheme("mxfp8", 8, 32, "compressed-tensors"), 90, "from feature 32 on for weights from feature 48 on"),
+        (Scheme("mxfp8", 8, 32, "online", activations="mxfp8"), 90, "ValueError: Online MXFP8 MoE requires"),
+        (Scheme("mxfp4", 4, 32, "online", activations="mxfp4"), 100, "CutlassExpertsMxfp4"),
+        (Scheme("mxfp4", 4, 32, "online", activations="mxfp4"), 90, "Emulation"),
+        (Scheme("wna16", 4, 32, "gptq"), 80, "AssertionError: group_size >= 32"),
+        (Scheme("wna16", 4, 32, "compressed-tensors"), 80, "ValueError: CompressedTensors WNA16"),
+    ],
+)  # fmt: skip
+def test_what_stock_does_with_shards_that_cut_scale_groups(scheme: Scheme, capability: int, found: str) -> None:
+    """768 features over 16 ranks. Weights in 16 bits alone are padded before they are quantized."""
+    layer = problem(scheme=scheme, intermediate_size=48, tp=16)
+    with pytest.raises(NoBackendError):
+        decide(layer, device_of(capability), Settings())
+    for release in RELEASES:
+        device = dataclasses.replace(device_of(capability), packages=packages_of("cuda", release))
+        stock = choose_stock(layer, device, default_registry())
+        assert stock.runs == (release == NEWEST and found.startswith("Cutlass")) or scheme.packing == "online"
+        assert bool(stock.refusal) or scheme.packing == "online"
+    assert found in str(stock)
+
+
+@pytest.mark.parametrize(
+    ("capability", "scheme", "said"),
+    [
+        (70, INT4_G128, "have kernels from sm_75 on, none for sm_70"), (75, MXFP8_W8A8, "which needs sm_80"),
+        (75, INT4_G128, "MarlinExperts"),
+    ],
+)  # fmt: skip
+def test_what_stock_runs_on_old_gpus(capability: int, scheme: Scheme, said: str) -> None:
+    layer, device = problem(scheme=scheme, dtype="float16"), dataclasses.replace(H200, capability=capability)
+    stock = choose_stock(layer, device, default_registry())
+    assert said in str(stock) and stock.runs == ("Marlin" in said)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +183,8 @@ def test_four_bits_on_both_sides_are_left_to_stocks_kernel(
         return
     with pytest.raises(NoBackendError) as caught:
         decide(layer, device, Settings())
-    found = kernel_of_stock(caught.value.candidates, layer, device, default_registry())
-    assert found is not None and found.name == "CutlassExpertsMxfp4" and "no backend wraps" in found.why
+    assert "no backend wraps" in str(caught.value)
+    assert choose_stock(layer, device, default_registry()).stock_class == "CutlassExpertsMxfp4"
     named = decide(layer, device, Settings(backend="marlin_mxfp4", allow_activation_quantization=True))
     assert (named.backend, named.why) == ("marlin_mxfp4", "user")
 

@@ -13,7 +13,7 @@ from ..releases import min_versions
 _LAST = 200.0
 """Distance that moves a kernel behind, or before, all others."""
 
-_GPT_OSS_PACKINGS = ("gpt_oss", "quark", "online")
+GPT_OSS_PACKINGS = ("gpt_oss", "quark", "online")
 """Packings whose layers get vLLM's list for gpt-oss; all others get the other list."""
 
 _MARLIN_PACKINGS = ("compressed-tensors", "auto-round")
@@ -39,7 +39,7 @@ def gpt_oss_priority(position: float, problem: Problem, device: Device, *, only:
         only: the other list does not have the kernel; layers that get that list take it after everything else.
         quantizes: the kernel takes MXFP8 activations: vLLM takes it before everything else where they are declared.
     """
-    if problem.scheme.packing not in _GPT_OSS_PACKINGS:
+    if problem.scheme.packing not in GPT_OSS_PACKINGS:
         return position + _LAST if only else position
     if device.kind == "cuda" and quantizes and problem.scheme.activations == "mxfp8":
         return position - _LAST
@@ -58,11 +58,18 @@ CUTLASS_MXFP4 = "CutlassExpertsMxfp4"
 RUNS_CUTLASS_MXFP4 = f"runs {CUTLASS_MXFP4} here, MXFP4 by MXFP4, and no backend wraps it"
 """What stock vLLM does with a layer of `runs_declared_mxfp4`."""
 
-_CUTLASS_MULTIPLE = 128
+CUTLASS_MULTIPLE = 128
 """Of both sizes: vLLM's method pads no scales, and fails to load other shards."""
 
-_EMULATED_MXFP4 = "OCP_MXQuantizationEmulationTritonExperts"
+EMULATED_MXFP4 = "OCP_MXQuantizationEmulationTritonExperts"
 """vLLM's emulation of activations in MXFP4."""
+
+
+def is_constructed(problem: Problem) -> bool:
+    """Whether stock's method constructs a class for MXFP4 without a list of kernels, whatever the layer needs of it.
+    With activations declared in FP8 it has a list."""
+    scheme = problem.scheme
+    return scheme.name == "mxfp4" and scheme.packing in _MARLIN_PACKINGS and scheme.activations in ("16bit", "mxfp4")
 
 
 def class_without_wrapper(problem: Problem, device: Device) -> str:
@@ -72,11 +79,12 @@ def class_without_wrapper(problem: Problem, device: Device) -> str:
     if scheme.name != "mxfp4" or problem.parallel.is_batched or device.kind != "cuda":
         return ""
     has_cutlass = 100 <= (device.capability or 0) < 120
-    if scheme.packing in _MARLIN_PACKINGS and has_cutlass:
+    if is_constructed(problem) and has_cutlass:
         return CUTLASS_MXFP4
     if scheme.packing in ("quark", "online") and scheme.activations == "mxfp4" and _is_plain(problem):
-        listed = has_cutlass and min_versions.vllm_at_least_on(device, min_versions.CUTLASS_MXFP4_LISTED)
-        return CUTLASS_MXFP4 if listed else _EMULATED_MXFP4
+        asked = problem.lora or problem.batch_invariant  # the list asks the class, which has neither
+        listed = has_cutlass and min_versions.vllm_at_least_on(device, min_versions.CUTLASS_MXFP4_LISTED) and not asked
+        return CUTLASS_MXFP4 if listed else EMULATED_MXFP4
     return ""
 
 
@@ -86,14 +94,14 @@ def runs_declared_mxfp4(problem: Problem, device: Device) -> bool:
     The class has neither LoRA nor EPLB, takes no exchanged tokens, and was not proven batch-invariant; other layers of
     the kind stay with kernels that leave activations in 16 bits.
     """
-    whole = problem.hidden_size % _CUTLASS_MULTIPLE == 0 == problem.intermediate_size % _CUTLASS_MULTIPLE
+    whole = problem.hidden_size % CUTLASS_MULTIPLE == 0 == problem.intermediate_size % CUTLASS_MULTIPLE
     can_load = whole and not problem.ragged_intermediate_size and _is_plain(problem)
-    is_alone = problem.parallel.dp == 1 and not problem.batch_invariant
+    is_alone = problem.parallel.dp == 1 and not (problem.batch_invariant or problem.lora or problem.eplb)
     declared = problem.scheme.activations == "mxfp4" and class_without_wrapper(problem, device) == CUTLASS_MXFP4
     return declared and can_load and is_alone and min_versions.vllm_at_least_on(device, min_versions.STOCK_RULES_MXFP4)
 
 
 def _is_plain(problem: Problem) -> bool:
-    """Whether a layer needs nothing that classes without a wrapper lack, or might lack."""
-    gated_silu = problem.activation.name == "silu" and problem.activation.gated and problem.activation.limit is None
-    return gated_silu and not (problem.has_bias or problem.lora or problem.eplb)
+    """Whether a layer computes nothing that classes without a wrapper lack, or might lack."""
+    activation = problem.activation
+    return activation.name == "silu" and activation.gated and activation.limit is None and not problem.has_bias

@@ -16,7 +16,7 @@ from ..measurements.lookup import find_measurements, profile_error
 from ..oracle.backend_names import check_backend_names
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
-from ..oracle.stock_kernels import is_loadable, kernel_of_stock
+from ..oracle.stock_choice import StockChoice, choose_stock
 from ..releases.all2all import effective_all2all, why_vllm_refuses
 from ..releases.supported import check_platform
 from ..settings import AUTO, Settings
@@ -171,6 +171,7 @@ class Outcome:
     Attributes:
         decision: None where no backend runs it.
         candidates: every backend, with its verdict.
+        stock: what stock vLLM does with the layer.
         error: why there is no decision; None where there is one.
         failure: the same in words for a user; "" where there is a decision.
         left_to_stock: what of stock vLLM the layer is left to, its class where that is known; "" where a backend runs
@@ -179,6 +180,7 @@ class Outcome:
 
     decision: Decision | None
     candidates: tuple[Candidate, ...]
+    stock: StockChoice
     error: NoBackendError | None = None
     failure: str = ""
     left_to_stock: str = ""
@@ -227,34 +229,46 @@ def decide_layers(server: Server, layers: MoeLayers) -> list[ServedLayer]:
     found = []
     for is_mtp, problems in ((False, layers.problems), (True, layers.mtp_problems)):
         backend = server.draft_moe_backend if is_mtp else server.moe_backend
-        for problem in map(server.serve, problems):
+        for read in problems:
+            problem = server.serve(read)
             kind = problem.key()
             # Equal layers get equal decisions, unless an override names one of them.
-            case = (kind, backend, first_match(settings.overrides, problem.layer, settings.source("overrides")))
+            case = (
+                kind,
+                read.scheme,
+                backend,
+                first_match(settings.overrides, problem.layer, settings.source("overrides")),
+            )
             if case not in known:
                 if kind not in evidence:
                     evidence[kind] = find_measurements(problem, server.device, settings)
-                outcome = _outcome(server, problem, backend, evidence[kind])
+                declared = problem.with_activations(read.scheme.activations)  # a setting may replace them
+                stock = choose_stock(declared, server.device, default_registry(), backend, layers.method)
+                outcome = _outcome(server, problem, backend, stock, evidence[kind])
                 if error := dtype_refusal(problem, layers.method, server.device):
                     words = _words(error, outcome.candidates, problem)
-                    outcome = Outcome(None, outcome.candidates, error, words)
+                    outcome = Outcome(None, outcome.candidates, stock, error, words)
                 known[case] = outcome
             found.append(ServedLayer(problem, known[case], is_mtp))
     return found
 
 
-def _outcome(server: Server, problem: Problem, moe_backend: str, measurements: MeasurementSet | None) -> Outcome:
+def _outcome(
+    server: Server, problem: Problem, moe_backend: str, stock: StockChoice, measurements: MeasurementSet | None
+) -> Outcome:
     try:
         decision = decide(problem, server.device, server.settings, moe_backend, measurements=measurements)
     except NoBackendError as error:
-        return _without_backend(server, problem, moe_backend, error, error.candidates)
+        return _without_backend(server, problem, moe_backend, stock, error, error.candidates)
     try:
         check_exchange(problem, server.ranks.all2all, server.device.kind)
     except NoBackendError as error:
+        candidates = decision.candidates
         if _is_refused(server, problem):
-            return Outcome(None, decision.candidates, error, _words(error, decision.candidates, problem))
-        return _without_backend(server, problem, moe_backend, error, decision.candidates, is_rounded=True)
-    return Outcome(decision, decision.candidates)
+            return Outcome(None, candidates, stock, error, _words(error, candidates, problem))
+        rounded = StockChoice(unknown="vLLM rounds the hidden size up for the all-to-all")
+        return _without_backend(server, problem, moe_backend, rounded, error, candidates)
+    return Outcome(decision, decision.candidates, stock)
 
 
 def _is_refused(server: Server, problem: Problem) -> bool:
@@ -279,26 +293,27 @@ def _without_backend(
     server: Server,
     problem: Problem,
     moe_backend: str,
+    stock: StockChoice,
     error: NoBackendError,
     candidates: tuple[Candidate, ...],
-    is_rounded: bool = False,
 ) -> Outcome:
-    """What becomes of a layer that no backend runs; `is_rounded`: since vLLM rounds its hidden size up."""
+    """What becomes of a layer that no backend runs: it is left to stock vLLM, unless that is known not to run it."""
     failure, left_to = _words(error, candidates, problem), ""
-    may_be_left = not names_backends(server.settings) and is_loadable(candidates)
-    stock = None
-    if may_be_left and moe_backend == AUTO and not is_rounded:
-        stock = kernel_of_stock(candidates, problem, server.device, default_registry())
     features = features_for_stock(problem.lora, problem.parallel.is_batched, problem.unpadded_intermediate_size > 0)
-    features += ["a rounded hidden size"] * is_rounded
-    if stock is not None:
-        left_to, failure = stock.name, f"left to stock vLLM: {stock.why}"
-    elif server.stands_down:
+    # A server asks stock vLLM on a CPU only where these need it, and not in place of a backend that the user names.
+    asks = bool(features) or (server.device.kind == "cuda" and moe_backend == AUTO)
+    if server.stands_down:
         left_to, failure = STOCK_ITSELF, f"left to stock vLLM: {server.stands_down}"
-    elif may_be_left and features:
-        left_to = STOCK_ITSELF
-        failure = f"left to stock vLLM, if stock vLLM can run {' and '.join(features)}: {failure}"
-    return Outcome(None, candidates, error, failure, left_to)
+    elif not asks or names_backends(server.settings):
+        pass
+    elif stock.runs:
+        left_to, failure = stock.stock_class, f"left to stock vLLM, which runs {stock.stock_class} here: {failure}"
+    elif stock.may_run:
+        needs = f" {' and '.join(features)}" if features else " it"
+        left_to, failure = STOCK_ITSELF, f"left to stock vLLM, if stock vLLM can run{needs}: {failure}"
+    else:
+        failure = f"{failure}; stock vLLM {f'runs {stock}, an emulation' if stock.stock_class else stock}"
+    return Outcome(None, candidates, stock, error, failure, left_to)
 
 
 def names_backends(settings: Settings) -> bool:

@@ -132,11 +132,10 @@ def _winner_rows(
 
 def _stock_row(group: LayerGroup, release: str) -> tuple[str, str]:
     """What stock vLLM would run; `release` is the vLLM that the answer is for."""
-    if group.stock is None:
+    if group.stock.unknown:
         kernel = group.gain.stock.partition(",")[0] if group.gain is not None else ""
         assumed = f"; the gain takes it for {kernel}" if kernel else ""
-        unknown = f"not known for {release}: nothing here has its rules for such layers on this machine"
-        return "stock vLLM", unknown + assumed
+        return "stock vLLM", f"not known for {release}: {group.stock.unknown}{assumed}"
     return "stock vLLM", f"{group.stock}, {release}"
 
 
@@ -153,7 +152,7 @@ def _describe_gain(group: LayerGroup, decision: Decision) -> str:
         return str(group.gain)
     if group.runs_stock_kernel:
         return "none: this is stock vLLM's own kernel"
-    if group.stock is not None and group.stock.refusal:
+    if group.stock.refusal:
         return "none: stock vLLM cannot run it"
     if missing := not_timed(group.problem):
         return f"unknown: stock vLLM was timed without {missing}"

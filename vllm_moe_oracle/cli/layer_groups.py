@@ -10,7 +10,7 @@ from ..checkpoint.layer_names import compact_layer_names
 from ..checkpoint.served_layers import ServedLayer, Server
 from ..measurements.stock_gain import StockGain, stock_gain, time_errors
 from ..oracle.registry import default_registry
-from ..oracle.stock_choice import StockChoice, assume_stock, choose_stock
+from ..oracle.stock_choice import StockChoice, assume_stock
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class LayerGroup(ServedLayer):
         measure: the command that measures the layers, if that could improve on the static choice; else "".
         refused: why vLLM does not start with the model's other layers, so that nothing is gained; "" where it does.
         switched_off: the plugin would not be registered, so that nothing is gained.
-        stock: what stock vLLM does with the layers; None where that is not known.
+        stock: what stock vLLM does with the layers.
     """
 
     names: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class LayerGroup(ServedLayer):
     measure: str = ""
     refused: str = ""
     switched_off: bool = False
-    stock: StockChoice | None = None
+    stock: StockChoice = dataclasses.field(default_factory=StockChoice)
 
     @property
     def is_refused(self) -> bool:
@@ -57,7 +57,7 @@ class LayerGroup(ServedLayer):
             "decision": None if self.decision is None else self.decision.to_record(),
             "failure": self.outcome.failure or None,
             "left_to_stock": self.outcome.left_to_stock or None,
-            "stock_vllm": self.stock,
+            "stock_vllm": None if self.stock.unknown else self.stock.to_json(),
             "gain_over_stock": self.gain,
             "time_errors": {} if comparison is None else time_errors(comparison),
             "measure": self.measure or None,
@@ -65,14 +65,13 @@ class LayerGroup(ServedLayer):
         }
 
 
-def group_layers(layers: Iterable[ServedLayer], server: Server, measure: str, method: str = "") -> list[LayerGroup]:
+def group_layers(layers: Iterable[ServedLayer], server: Server, measure: str) -> list[LayerGroup]:
     """Layers by equal problem and equal outcome, in the order of their first layer.
 
     Args:
         layers: from `decide_layers`.
         server: the server that they are on.
         measure: the command that measures them.
-        method: vLLM's name of the checkpoint's quantization.
     """
     groups: dict[object, LayerGroup] = {}
     known: dict[tuple[int, bool], object] = {}
@@ -84,33 +83,23 @@ def group_layers(layers: Iterable[ServedLayer], server: Server, measure: str, me
             same = outcome.decision and dataclasses.replace(outcome.decision, problem=kind)
             known[case] = (kind, same, outcome.failure, layer.is_mtp)
             if known[case] not in groups:
-                groups[known[case]] = _new_group(layer, server, measure, method)
+                groups[known[case]] = _new_group(layer, server, measure)
         before = groups[known[case]]
         groups[known[case]] = dataclasses.replace(before, names=(*before.names, layer.problem.layer))
     return list(groups.values())
 
 
-def _new_group(layer: ServedLayer, server: Server, measure: str, method: str) -> LayerGroup:
+def _new_group(layer: ServedLayer, server: Server, measure: str) -> LayerGroup:
     """A group of layers like this one, which names none yet."""
-    chosen, stock_choice = layer.decision, _stock_choice(layer, server, method)
-    found = LayerGroup(layer.problem, layer.outcome, layer.is_mtp, stock=stock_choice)
+    chosen, stock = layer.decision, layer.outcome.stock
+    found = LayerGroup(layer.problem, layer.outcome, layer.is_mtp, stock=stock)
     if chosen is None:
         return found
-    stock = found.stock or assume_stock(chosen, server.device, default_registry())
+    if stock.unknown:
+        stock = assume_stock(chosen, server.device, default_registry())
     return dataclasses.replace(
         found,
-        gain=stock_gain(chosen, server.device, stock, server.settings.objective, is_assumed=found.stock is None),
+        gain=stock_gain(chosen, server.device, stock, server.settings.objective, is_assumed=bool(found.stock.unknown)),
         runs_stock_kernel=chosen.backend == stock.backend and not chosen.token_ranges,
         measure=measure if chosen.tunable else "",
     )
-
-
-def _stock_choice(layer: ServedLayer, server: Server, method: str) -> StockChoice | None:
-    """What stock vLLM does with a layer. Not known where the activations are the setting's, not the checkpoint's, and
-    where vLLM rounds the hidden size for an all-to-all."""
-    problem, candidates = layer.problem, layer.outcome.candidates
-    declared = server.settings.activations == "checkpoint" or problem.scheme.name != "mxfp4"
-    if not declared or (layer.decision is None and any(each.accepted for each in candidates)):
-        return None
-    asked = server.draft_moe_backend if layer.is_mtp else server.moe_backend
-    return choose_stock(problem, server.device, default_registry(), asked, method)

@@ -30,7 +30,7 @@ from ..measurements import lookup
 from ..methods.measure_hook import Progress
 from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import decide, is_final, remaining_candidates
-from ..oracle.stock_kernels import kernel_of_stock
+from ..oracle.stock_choice import choose_stock
 from ..oracle.watchdog import doing
 from ..releases.gemma_norms import has_gemma_norms
 from ..settings import AUTO, Settings, env_var
@@ -180,11 +180,11 @@ class Verification:
         try:
             made = decide(problem, self.device, self.settings, AUTO, self.registry, measurements)
         except NoBackendError as error:
-            words = error.rule
-            stock = kernel_of_stock(error.candidates, problem, self.device, self.registry)
-            if stock is None:
-                return LayerPlan(problem, None, f"{words}. {error.remedy}" if error.remedy else words)
-            return LayerPlan(problem, None, f"left to stock vLLM: {stock.why}", is_stock=True)
+            words = f"{error.rule}. {error.remedy}" if error.remedy else error.rule
+            stock = choose_stock(problem, self.device, self.registry)
+            if not stock.runs:
+                return LayerPlan(problem, None, words)
+            return LayerPlan(problem, None, f"left to stock vLLM, which runs {stock.stock_class} here", is_stock=True)
         return LayerPlan(problem, made)
 
     def _identity(self, config: CheckpointFiles) -> str:

@@ -101,12 +101,14 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
         scheme: the scheme of the quantized weights.
         codes_dtype: dtype of the codes.
         codes_per_element: codes in one element of that dtype.
+        padded_by_stock: the stock class pads weights before it quantizes them, and so takes all sizes.
     """
 
     scheme: ClassVar[Scheme]
     codes_dtype: ClassVar[torch.dtype]
     codes_per_element: ClassVar[int] = 1
     converts_on_arrival: ClassVar[bool] = True
+    padded_by_stock: ClassVar[bool] = False
     requantization_source_parameters: Any
 
     def __init__(self, *, moe: Any = None, layer: Any = None) -> None:
@@ -119,12 +121,13 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
             CheckpointError: an input size is not a multiple of 32.
         """
         config = layer.moe_config if moe is None else moe
-        validate_input_sizes(
-            current_layer()[1],
-            self.scheme.name.upper(),
-            hidden_size=config.hidden_dim,
-            intermediate_size=config.intermediate_size_per_partition,
-        )
+        if not self.padded_by_stock:
+            validate_input_sizes(
+                current_layer()[1],
+                self.scheme.name.upper(),
+                hidden_size=config.hidden_dim,
+                intermediate_size=config.intermediate_size_per_partition,
+            )
         # The stock constructor would choose a backend by its own rules.
         OnlineMoEMethodBase.__init__(self, config)
         self.weight_block_size = [1, MX_BLOCK]

@@ -22,6 +22,7 @@ class Mxfp4OnlineMoEMethod(OnlineMoEMethod, stock.Mxfp4OnlineMoEMethod):
     scheme = ONLINE_SCHEMES["mxfp4"]
     codes_dtype = torch.uint8
     codes_per_element = 2
+    padded_by_stock = True
 
     def quantize_into(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
         """To MXFP4; see `OnlineMoEMethod.quantize_into`."""

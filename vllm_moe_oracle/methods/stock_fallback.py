@@ -9,17 +9,23 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from .. import settings
 from ..compat import current_adapter
 from ..compat.layer_context import current_layer
-from ..core.problem import PADDED_EXPERTS
+from ..core.problem import PADDED_EXPERTS, Problem
 from ..devices import detect
 from ..errors import NoBackendError, sanitize
 from ..oracle.registry import default_registry
-from ..oracle.stock_kernels import is_loadable
+from ..oracle.stock_choice import is_loadable, load_refusal
 from ..verification import process_state
 from . import load_summary, weight_loading
 
 
 class StockFallback(FusedMoEMethodBase):
-    """The base of `base.OracleMoEMethod`: a construction that may make an instance of the stock class instead."""
+    """The base of `base.OracleMoEMethod`: a construction that may make an instance of the stock class instead.
+
+    Attributes:
+        problem: the layer, as soon as it is known.
+    """
+
+    problem: Problem | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An instance, or one of the stock class where stock vLLM has to serve the layer.
@@ -39,7 +45,7 @@ class StockFallback(FusedMoEMethodBase):
             unknown = NoBackendError("no argument is a FusedMoEConfig, or a layer that has one", "", current_layer()[1])
             if _has_explicit_choice(settings.AUTO):
                 raise unknown
-            return cls._leave_to_stock(unknown, [], *args, **kwargs)
+            return cls._leave_to_stock(unknown, None, [], *args, **kwargs)
         method = super().__new__(cls)
         features = current_adapter().unsupported_features(moe)
         if _has_explicit_choice(settings.AUTO if features else moe.moe_backend):
@@ -50,21 +56,24 @@ class StockFallback(FusedMoEMethodBase):
         except NoBackendError as error:
             if not features and detect.detect().kind == "cpu":
                 raise
-            return cls._leave_to_stock(error, features, *args, **kwargs)
+            return cls._leave_to_stock(error, method.problem, features, *args, **kwargs)
 
     @classmethod
-    def _leave_to_stock(cls, error: NoBackendError, features: list[str], *args: Any, **kwargs: Any) -> Any:
+    def _leave_to_stock(
+        cls, error: NoBackendError, problem: Problem | None, features: list[str], *args: Any, **kwargs: Any
+    ) -> Any:
         """The stock class's method of a layer that no backend can run.
 
         Args:
             error: why not.
+            problem: the layer; None where it is not known.
             features: what only some backends support and the layer needs.
             args: arguments of the constructor.
             kwargs: likewise.
 
         Raises:
-            NoBackendError: the stock class cannot run the layer either, or by its own emulation only, or vLLM's loader
-                of the model cannot fill it.
+            NoBackendError: the stock class cannot run the layer either, or by its own emulation only, or it cannot be
+                filled, which the class finds out later or never.
         """
         stock = next(base for base in cls.__mro__ if not issubclass(base, StockFallback))
         name = error.where or current_layer()[1]
@@ -76,6 +85,10 @@ class StockFallback(FusedMoEMethodBase):
             method, limitation = None, f"raises {type(refusal).__name__}: {sanitize(str(refusal))}"
         if method is not None and current_adapter().is_emulated_by_stock(method):
             method, limitation = None, "can only emulate it"
+        if method is not None and problem is not None:
+            chosen = getattr(getattr(method, "experts_cls", None), "__name__", "")
+            if ending := load_refusal(problem, detect.detect(), chosen):
+                method, limitation = None, f"cannot run it: {ending}"
         if method is None:
             needs = f"{' and '.join(features)}: " if features else ""
             rule = f"{needs}{error.rule}; stock vLLM's {stock.__name__} {limitation}"

@@ -1,19 +1,33 @@
-"""Which kernel stock vLLM takes for a layer, or why it takes none, without vLLM: its lists of kernels as rules.
+"""What stock vLLM does with a layer, without vLLM: it runs a class of experts, ends with an error, or is not known.
 
-The wrappers of stock's classes say what those can do, and their order is stock's (`stock_kernels.stock_wrappers`). What
-stock asks besides, by the layer's packing, is here. A test compares the rules with the code of vLLM's releases. Where
-they do not reach, nothing is said: other releases, classes that no backend here wraps, AutoRound's integers.
+Whatever says something of stock asks `choose_stock`, so that no two answers differ. The wrappers of stock's classes say
+what those can do, and their order is stock's (`stock_wrappers`). What stock asks besides, by the layer's packing, is
+here, and what its methods refuse after they have chosen (`load_refusal`), which a server asks, too. A test compares the
+rules with the code of vLLM's releases. Where they do not reach, the answer says so: other releases, AutoRound's
+integers, `--moe-backend`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..backends import Backend
+from ..backends._marlin import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE
 from ..backends._stock import StockBackend
-from ..backends._stock_priority import class_without_wrapper
-from ..core.decision import Candidate, Decision
-from ..core.problem import Device, Problem
+from ..backends._stock_priority import (
+    CUTLASS_MULTIPLE,
+    CUTLASS_MXFP4,
+    EMULATED_MXFP4,
+    GPT_OSS_PACKINGS,
+    class_without_wrapper,
+    is_constructed,
+)
+from ..backends._stock_rules import STOCK_GATED, STOCK_UNGATED
+from ..core.decision import Candidate, Decision, Reason
+from ..core.lora import MISAPPLIED_BY_VLLM
+from ..core.problem import MX_BLOCK, Device, Problem
+from ..core.sharding import has_act_order, scale_group_size
 from ..releases import min_versions
 from ..releases.min_versions import vllm_at_least_on
 from ..releases.supported import NEWEST
@@ -21,7 +35,6 @@ from ..settings import AUTO, Settings
 from .checked_backend import is_own, unchecked
 from .registry import Registry
 from .selection import evaluate_candidates
-from .stock_kernels import NOT_ASKED_BY_STOCK, NOT_LOADED_BY_VLLM, PADDED_BY_STOCK, stock_wrappers
 
 _KNOWN_SINCE = {
     "mxfp8": min_versions.STOCK_RULES_MXFP8,
@@ -29,6 +42,38 @@ _KNOWN_SINCE = {
     "wna16": min_versions.STOCK_RULES_WNA16,
 }
 """The first release whose choice on a GPU the rules give, by scheme."""
+
+_NOT_ASKED = frozenset(
+    {
+        "activation.parameters",
+        "activation.parameters.vllm_version",
+        "activation_quantization",
+        "expert_parallel.placement",
+        "expert_parallel.uneven",
+        "intermediate.padded",
+        "lora.batch_invariant",
+        "lora.padding",
+    }
+)
+"""Codes of reasons for which a wrapper refuses a layer that the class behind it takes. Most such layers get wrong
+numbers there: the class ignores what the reason names. Padded experts do not."""
+
+_PADDED = frozenset({"group.intermediate", "alignment.intermediate"})
+"""Codes that stock's lists do not ask in MXFP4, and its methods for ModelOpt and MoeWNA16 ask later."""
+
+_NOT_LOADED = frozenset({"expert_parallel.loader", *MISAPPLIED_BY_VLLM})
+"""Codes of reasons that hold for stock vLLM, too: its code of the model cannot fill the layer's weights, or its LoRA
+layer applies wrong adapters, whatever runs them."""
+
+_BATCH_INVARIANT = {
+    "TritonWNA16Experts": min_versions.OLDEST_RELEASE,
+    "HummingIndexedExperts": min_versions.HUMMING_BATCH_INVARIANT,
+    "HummingGroupedExperts": min_versions.HUMMING_BATCH_INVARIANT,
+}
+"""Classes behind wrappers that claim batch invariance, which nothing here proves, and the first release that does."""
+
+_WITH_EPLB = ("mxfp4", "quark", "online")
+"""Packings whose stock methods move experts between ranks, whatever class they run."""
 
 _LISTED_FOR_HALVES = frozenset(
     {"FLASHINFER_TRTLLM_MXFP4_MXFP8", "DEEPGEMM_MXFP4", "MARLIN", "BATCHED_MARLIN", "HUMMING"}
@@ -41,16 +86,35 @@ class StockChoice:
     """What stock vLLM does with a layer.
 
     Attributes:
-        stock_class: the name of vLLM's expert class; "" where it takes none.
+        stock_class: the name of vLLM's expert class; "" where it takes none, or that is not known.
         backend: the backend here that wraps the class; "" where none does.
-        refusal: the error with which stock vLLM ends; "" where it takes a class.
+        refusal: the error with which stock vLLM ends, or why it would compute with wrong weights; "" where neither is
+            known.
+        unknown: why it is not known what stock vLLM does; "" where it is.
     """
 
     stock_class: str = ""
     backend: str = ""
     refusal: str = ""
+    unknown: str = ""
+
+    @property
+    def runs(self) -> bool:
+        """Whether stock vLLM is known to run the layer with a kernel, not with an emulation."""
+        return bool(self.stock_class) and "Emulation" not in self.stock_class
+
+    @property
+    def may_run(self) -> bool:
+        """The same, or it is not known."""
+        return self.runs or bool(self.unknown)
+
+    def to_json(self) -> dict[str, str]:
+        """What is known, as JSON values."""
+        return {"stock_class": self.stock_class, "backend": self.backend, "refusal": self.refusal}
 
     def __str__(self) -> str:
+        if self.unknown:
+            return f"not known: {self.unknown}"
         if self.refusal:
             return f"cannot run it: {self.refusal}"
         return f"{self.backend} ({self.stock_class})" if self.backend else self.stock_class
@@ -58,8 +122,8 @@ class StockChoice:
 
 def choose_stock(
     problem: Problem, device: Device, registry: Registry, moe_backend: str = AUTO, method: str = ""
-) -> StockChoice | None:
-    """What stock vLLM does with a layer; None where that is not known.
+) -> StockChoice:
+    """What stock vLLM does with a layer.
 
     Args:
         problem: the layer, with the activations that its checkpoint declares.
@@ -68,31 +132,50 @@ def choose_stock(
         moe_backend: vLLM's ``--moe-backend``.
         method: vLLM's name of the checkpoint's quantization, which reads AutoRound's integers by other rules.
     """
-    if problem.ragged_intermediate_size:
-        even = _evenly_sharded(problem)
-        found = choose_stock(even, device, registry, moe_backend, method)
-        is_refused = found is None and problem.scheme.name == "wna16"  # formats in blocks of 32 are padded
-        refusal = f"it has no ragged shards, and {even.intermediate_size} columns a rank are not whole scale groups"
-        return StockChoice(refusal=refusal) if is_refused else found
-    scheme = problem.scheme
-    if moe_backend != AUTO or (method == "inc" and scheme.name == "wna16"):
-        return None
+    problem, scheme = _evenly_sharded(problem), problem.scheme
+    none = StockChoice(unknown="nothing here has its rules for such layers on this machine")
+    if moe_backend != AUTO:
+        return StockChoice(unknown=f"--moe-backend {moe_backend} chooses its kernel")
+    if method == "inc" and scheme.name == "wna16":
+        return none
     if (scheme.name, scheme.packing) == ("mxfp4", "online") and not _is_known(device, min_versions.ONLINE_MXFP4):
-        return None
+        return none
     others = tuple(each.name for each in registry if not is_own(each))
     asked = Settings(allow_activation_quantization=True, disable=others)
     candidates = evaluate_candidates(problem, device, asked, registry)
-    for reason in (reason for each in candidates for reason in each.reasons):
-        if reason.code in NOT_LOADED_BY_VLLM:
-            return StockChoice(refusal=str(reason))
+    lost = (reason for each in candidates for reason in each.reasons if reason.code in _NOT_LOADED)
+    if refusal := next(map(str, lost), "") or _unsupported_gpu(problem, device):
+        return StockChoice(refusal=refusal)
     if device.kind == "cpu" and _is_known(device, min_versions.STOCK_RULES_ON_CPU):
-        return _on_cpu(problem, device)
-    if device.kind != "cuda" or not _is_known(device, _KNOWN_SINCE[scheme.name]):
-        return None
-    found = _apart_from_lists(problem, device)
-    if found is not None:
-        return found
-    return _listed(stock_wrappers(candidates, registry), problem, device, registry)
+        return _on_cpu(problem, device) or none
+    found = None
+    if device.kind == "cuda" and _is_known(device, _KNOWN_SINCE[scheme.name]):
+        found = _apart_from_lists(problem, device) or _listed(
+            stock_wrappers(candidates, registry), problem, device, registry
+        )
+    stock_class = found.stock_class if found else ""
+    refusal = (found.refusal if found else "") or load_refusal(problem, device, stock_class)
+    return StockChoice(refusal=refusal) if refusal else found or none
+
+
+def is_loadable(candidates: Iterable[Candidate]) -> bool:
+    """Whether vLLM's own code of the model loads a layer and its adapters, as far as its candidates know.
+
+    Args:
+        candidates: of the layer.
+    """
+    return not any(reason.code in _NOT_LOADED for each in candidates for reason in each.reasons)
+
+
+def stock_wrappers(candidates: Iterable[Candidate], registry: Registry) -> list[Candidate]:
+    """The candidates over vLLM's own classes, in the order of the machine's release, rejected ones among the others.
+
+    Args:
+        candidates: of a layer.
+        registry: the backends.
+    """
+    found = [each for each in candidates if each.backend in registry and registry[each.backend].stock_class]
+    return sorted(found, key=lambda candidate: candidate.priority)
 
 
 def assume_stock(decision: Decision, device: Device, registry: Registry) -> StockChoice:
@@ -112,7 +195,9 @@ def assume_stock(decision: Decision, device: Device, registry: Registry) -> Stoc
 
 
 def _evenly_sharded(problem: Problem) -> Problem:
-    """A layer with ragged shards as stock vLLM shards it, rounded down."""
+    """The layer as stock vLLM shards it: ragged shards are even ones, rounded down."""
+    if not problem.ragged_intermediate_size:
+        return problem
     even = problem.ragged_intermediate_size // problem.parallel.tp
     return replace(problem, intermediate_size=even, ragged_intermediate_size=0)
 
@@ -122,32 +207,51 @@ def _is_known(device: Device, since: str) -> bool:
     return vllm_at_least_on(device, since) and not min_versions.is_unreleased_on(device)
 
 
+def _unsupported_gpu(problem: Problem, device: Device) -> str:
+    """Why stock runs no such layer on an old GPU, whose classes ask less; "" on others."""
+    if device.kind != "cuda" or device.capability >= 80:
+        return ""
+    if device.capability < 75:
+        return f"the wheels of vLLM and PyTorch have kernels from sm_75 on, none for sm_{device.capability}"
+    if problem.scheme.name == "wna16":
+        return ""
+    return f"its kernels for {problem.scheme.name} are in bfloat16, which needs sm_80; this is sm_{device.capability}"
+
+
 def _on_cpu(problem: Problem, device: Device) -> StockChoice | None:
-    """Stock's choice on a CPU. Its class for MXFP4 asks for AMX; which one takes integers, other packages decide.
-    Its method for compressed-tensors takes Marlin's class for MXFP4, which cannot run."""
-    if problem.scheme.name == "mxfp8":
-        plain = problem.activation.name == "silu" and problem.activation.gated and not problem.parallel.is_batched
+    """Stock's choice on a CPU. Its class for MXFP4 asks for AMX; which one takes integers, other packages decide. None
+    of its classes there has LoRA, or takes tokens by expert."""
+    scheme, unable = problem.scheme.name, problem.lora or problem.parallel.is_batched
+    if scheme == "mxfp8":
+        if problem.parallel.is_batched:
+            return StockChoice(refusal=_no_kernel("mxfp8"))
+        plain = problem.activation.name == "silu" and problem.activation.gated
         emulation = "Mxfp8EmulationTritonExperts, which needs Triton: AttributeError at the first request"
-        return StockChoice(refusal=emulation) if plain else None
-    listed = problem.scheme.name == "mxfp4" and problem.scheme.packing != "compressed-tensors"
-    if listed and "amx_tile" not in device.features:
-        return StockChoice(refusal=f"{_no_kernel('MXFP4')} (its class for CPUs needs AMX)")
+        return StockChoice(refusal=emulation) if plain or unable else None
+    if scheme == "mxfp4" and is_constructed(problem):
+        return StockChoice(refusal="MarlinExperts, which its method takes without asking, needs a GPU")
+    if unable:
+        return StockChoice(refusal=_no_kernel(scheme))
+    if scheme == "mxfp4" and "amx_tile" not in device.features:
+        return StockChoice(refusal=f"{_no_kernel(scheme)} (its class for CPUs needs AMX)")
     return None
 
 
 def _apart_from_lists(problem: Problem, device: Device) -> StockChoice | None:
     """What stock decides without its list of kernels, or with a class that no backend here wraps."""
     scheme = problem.scheme
-    if scheme.name == "wna16" and scheme.packing == "gptq" and scheme.act_order == "group":
+    if scheme.packing == "gptq" and scheme.act_order == "group":
         return StockChoice(refusal="ValueError: desc_act=True is no longer supported")
     if scheme.packing == "compressed-tensors-int":
         return StockChoice(refusal="ValueError: For Fused MoE layers, only format: pack-quantized is supported")
+    if has_act_order(problem):
+        return StockChoice(refusal="its kernels do not reorder input features, as act order by group needs")
     name = class_without_wrapper(problem, device)
     return StockChoice(name) if name else None
 
 
 def _listed(wrappers: list[Candidate], problem: Problem, device: Device, registry: Registry) -> StockChoice | None:
-    """The first class of stock's list that takes the layer.
+    """The first class of stock's list that takes the layer; None where the list is not known.
 
     Args:
         wrappers: the candidates over stock's classes, in stock's order.
@@ -157,13 +261,7 @@ def _listed(wrappers: list[Candidate], problem: Problem, device: Device, registr
     """
     if not _has_known_list(problem):
         return None
-    scheme, ignored = problem.scheme, NOT_ASKED_BY_STOCK
-    if scheme.name == "mxfp4" or scheme.packing == "modelopt":  # padded, or a cut group is refused later
-        ignored |= PADDED_BY_STOCK
-    fallen_back = _falls_back(problem)
-    # Neither the list for MXFP8 nor the method for MoeWNA16 asks for biases, which their classes then drop.
-    if scheme.name == "mxfp8" or scheme.packing == "moe_wna16" or fallen_back:
-        ignored |= {"bias"}
+    scheme, fallen_back = problem.scheme, _falls_back(problem)
     if (
         scheme.packing in ("quark", "online")
         and scheme.activations == "mxfp4"
@@ -172,19 +270,67 @@ def _listed(wrappers: list[Candidate], problem: Problem, device: Device, registr
         wrappers = []  # kernels that leave activations in 16 bits do not stand in for others there
     for each in wrappers:
         backend = unchecked(registry[each.backend])
-        if not isinstance(backend, StockBackend) or not _is_listed(backend, problem, fallen_back):
-            continue
-        codes = {reason.code for reason in each.reasons} - _claimed(backend, problem, device)
-        if "activation.parameters" in codes and _came_later(backend, problem, device):
-            continue
-        # Marlin's class for MXFP8 takes every size.
-        if codes <= ignored | ({"alignment.hidden"} if backend.name == "marlin_mxfp8" else set()):
-            refusal = _refused_later(backend, problem)
-            return StockChoice(refusal=refusal) if refusal else StockChoice(backend.stock_class_name, backend.name)
-    if not problem.parallel.is_batched:
-        return None  # an emulation of stock's, or an error
-    kernel = {"mxfp8": "ValueError: No MXFP8 MoE backends available", "mxfp4": _no_kernel("MXFP4")}
-    return StockChoice(refusal=kernel.get(scheme.name, _no_kernel("WNA16")))
+        if isinstance(backend, StockBackend) and _is_listed(backend, problem, device, fallen_back):
+            asked = _asked_reasons(each, backend, problem, device, fallen_back)
+            if asked is None:
+                continue
+            if not asked:
+                return StockChoice(backend.stock_class_name, backend.name)
+            words = "; ".join(reason.detail for reason in asked)
+            if {reason.code for reason in asked} == {"dtype"}:
+                return StockChoice(refusal=f"{backend.stock_class_name} {words}, and vLLM does not ask")
+            if is_constructed(problem):
+                rule = f"{backend.stock_class_name} does not take it, and its method does not ask"
+                return StockChoice(refusal=f"{rule} ({words})")
+    if scheme.name == "wna16" and scheme.bits not in (4, 8):
+        return None
+    return _emulated(problem, device, fallen_back)
+
+
+def _asked_reasons(
+    candidate: Candidate, backend: StockBackend, problem: Problem, device: Device, fallen_back: bool
+) -> list[Reason] | None:
+    """A wrapper's reasons that stock's list has, too, against the class behind it; None where the class of a newer
+    release alone takes the layer's activation.
+
+    Args:
+        candidate: the wrapper's verdict.
+        backend: the wrapper.
+        problem: the layer.
+        device: the machine.
+        fallen_back: stock reads the layer as MoeWNA16.
+    """
+    scheme, ignored = problem.scheme, _NOT_ASKED
+    is_moe_wna16 = scheme.packing == "moe_wna16" or fallen_back
+    if scheme.name == "mxfp4" or scheme.packing == "modelopt" or is_moe_wna16:
+        ignored |= _PADDED
+    # Neither the list for MXFP8 nor the method for MoeWNA16 asks for biases, which their classes then drop.
+    if scheme.name == "mxfp8" or is_moe_wna16:
+        ignored |= {"bias"}
+    if is_constructed(problem):
+        ignored |= {"batch_invariant"}
+    claimed = _claimed(backend, problem, device)
+    codes = {reason.code for reason in candidate.reasons} - claimed
+    if "activation.parameters" in codes and _came_later(backend, problem, device):
+        return None
+    if backend.name == "marlin_mxfp8":  # its class takes every size
+        ignored |= {"alignment.hidden"}
+    return [reason for reason in candidate.reasons if reason.code not in claimed | ignored]
+
+
+def _emulated(problem: Problem, device: Device, fallen_back: bool) -> StockChoice:
+    """Stock's emulation, which is the last of most of its lists, or that it has none for the layer."""
+    scheme, activation = problem.scheme, problem.activation
+    has_one = {
+        "mxfp8": vllm_at_least_on(device, min_versions.EMULATED_MXFP8),
+        "mxfp4": scheme.packing in GPT_OSS_PACKINGS,
+        "wna16": scheme.bits == 4 and scheme.packing != "moe_wna16" and not fallen_back,
+    }
+    names = {"mxfp8": "Mxfp8EmulationTritonExperts", "mxfp4": EMULATED_MXFP4, "wna16": "Int4EmulationTritonExperts"}
+    takes = activation.name in (STOCK_GATED if activation.gated else STOCK_UNGATED)
+    if has_one[scheme.name] and takes and not problem.parallel.is_batched:
+        return StockChoice(names[scheme.name])
+    return StockChoice(refusal=_no_kernel(scheme.name))
 
 
 def _came_later(backend: StockBackend, problem: Problem, device: Device) -> bool:
@@ -193,25 +339,82 @@ def _came_later(backend: StockBackend, problem: Problem, device: Device) -> bool
     return "activation.parameters" not in {reason.code for reason in backend.check(problem, newest).reasons}
 
 
-def _refused_later(backend: StockBackend, problem: Problem) -> str:
-    """The error with which stock ends after it has chosen a class, when it makes or fills the layer's weights; "" where
-    there is none."""
-    scheme, size = problem.scheme, problem.intermediate_size
-    if scheme.name == "mxfp8" and scheme.packing == "modelopt" and size % 32:
-        return f"ValueError: MXFP8 MoE requires intermediate_size_per_partition divisible by 32, got {size}"
-    if backend.name == "marlin_mxfp8" and not problem.activation.gated and size % 64:
+def load_refusal(problem: Problem, device: Device, stock_class: str) -> str:
+    """The error with which stock ends after it has chosen a class, when it makes or fills the layer's weights or first
+    calls them, or why it would fill them with others; "" where neither is known.
+
+    Args:
+        problem: the layer.
+        device: the machine.
+        stock_class: the name of the class; "" where it is not known.
+    """
+    problem, scheme = _evenly_sharded(problem), problem.scheme
+    size, is_marlin = problem.intermediate_size, "Marlin" in stock_class
+    moves = scheme.packing in _WITH_EPLB or (scheme.name == "wna16" and stock_class == "TritonWNA16Experts")
+    moves &= scheme.packing not in ("gptq", "awq", "moe_wna16")
+    if problem.eplb and not moves and _is_known(device, _KNOWN_SINCE[scheme.name]):
+        return f"NotImplementedError: EPLB is not supported (by its method for {scheme.packing} experts)"
+    if refusal := _cut_groups(problem):
+        return refusal
+    if is_marlin and scheme.name == "mxfp8" and not problem.activation.gated and size % 64:
         return f"RuntimeError: {size} rows of non-gated experts are padded as if they were twice as many"
-    if scheme.name != "wna16" or scheme.packing != "compressed-tensors":
-        return ""
-    if scheme.group_size == -1 and "MARLIN" not in backend.stock_kernel:
-        return f'AssertionError: weight_quant.strategy == "group" ({backend.name})'
-    if size % max(scheme.group_size, 1):
-        return "ValueError: CompressedTensors WNA16 MoE with static group scales requires whole groups"
+    if scheme.packing == "compressed-tensors" and scheme.name == "wna16":
+        if scheme.group_size == -1 and stock_class and not is_marlin:
+            return f'AssertionError: weight_quant.strategy == "group" ({stock_class})'
+        if size % max(scheme.group_size, 1):
+            return "ValueError: CompressedTensors WNA16 MoE with static group scales requires whole groups"
+    return _constructed_refusal(problem, stock_class) if is_constructed(problem) else ""
+
+
+def _constructed_refusal(problem: Problem, stock_class: str) -> str:
+    """The same of a class for MXFP4 that stock's method takes without asking it."""
+    size, hidden = problem.intermediate_size, problem.hidden_size
+    if stock_class == CUTLASS_MXFP4:
+        if problem.lora:
+            return f"AssertionError: {CUTLASS_MXFP4} does not support LoRA"
+        if hidden % CUTLASS_MULTIPLE or size % CUTLASS_MULTIPLE:
+            sizes = f"hidden size {hidden} and intermediate size {size}"
+            return f"RuntimeError: scales are tiled by {CUTLASS_MULTIPLE} rows and features, and {sizes} are not padded"
+    if stock_class == "MarlinExperts":
+        if not problem.activation.gated:
+            return "AssertionError: weight.shape == (e, size_n, size_k // 2): experts without a gate count twice"
+        if hidden % HIDDEN_MULTIPLE or size % INTERMEDIATE_MULTIPLE:
+            needs = f"hidden size a multiple of {HIDDEN_MULTIPLE}, intermediate size one of {INTERMEDIATE_MULTIPLE}"
+            return f"RuntimeError: Marlin needs the {needs}; {hidden} and {size} are not padded"
     return ""
 
 
+def _cut_groups(problem: Problem) -> str:
+    """What comes of it that ranks cut scale groups; "" where they do not, or where stock loads such shards: gpt-oss's
+    code shards by blocks, and weights in 16 bits are quantized to MXFP4 after they are padded."""
+    scheme, size, ranks = problem.scheme, problem.intermediate_size, problem.parallel.tp
+    group = scale_group_size(problem)
+    if (problem.hidden_size % group == 0 == size % group) or has_act_order(problem):
+        return ""
+    if scheme.name == "wna16":
+        if scheme.packing == "compressed-tensors":
+            return "ValueError: CompressedTensors WNA16 MoE with static group scales requires whole groups"
+        return f"AssertionError: group_size >= 32 (ranks cut groups of {scheme.group_size}, which it halves to 32)"
+    if scheme.name == "mxfp8" and scheme.packing == "modelopt":
+        return f"ValueError: MXFP8 MoE requires intermediate_size_per_partition divisible by 32, got {size}"
+    if scheme.packing == "online":
+        rule = "ValueError: Online MXFP8 MoE requires hidden/intermediate sizes divisible by 32."
+        return rule if scheme.name == "mxfp8" else ""
+    if scheme.name == "mxfp4" and problem.activation.interleaved:
+        return ""
+    columns = problem.unsharded_intermediate_size // MX_BLOCK // ranks
+    return (
+        f"ranks cut scale groups of {MX_BLOCK}: its loader gives rank 1 the scales from feature {columns * MX_BLOCK} "
+        f"on for weights from feature {size} on"
+        if ranks > 1
+        else f"sizes {problem.hidden_size} and {size} are no whole scale groups of {MX_BLOCK}"
+    )
+
+
 def _no_kernel(scheme: str) -> str:
-    return f"NotImplementedError: No {scheme} MoE backend supports the deployment configuration"
+    if scheme == "mxfp8":
+        return "ValueError: No MXFP8 MoE backends available"
+    return f"NotImplementedError: No {scheme.upper()} MoE backend supports the deployment configuration"
 
 
 def _has_known_list(problem: Problem) -> bool:
@@ -222,9 +425,9 @@ def _has_known_list(problem: Problem) -> bool:
             return True
         if scheme.packing in ("gpt_oss", "quark", "online"):
             return scheme.activations == "16bit" or (problem.parallel.is_batched and scheme.activations == "mxfp4")
-        return scheme.packing == "compressed-tensors" and not problem.parallel.is_batched
+        return is_constructed(problem) and not problem.parallel.is_batched
     if scheme.name == "wna16":
-        return scheme.packing in ("gptq", "awq", "compressed-tensors", "moe_wna16") and scheme.act_order != "group"
+        return scheme.packing in ("gptq", "awq", "compressed-tensors", "moe_wna16")
     return True
 
 
@@ -240,21 +443,23 @@ def _falls_back(problem: Problem) -> bool:
     return problem.scheme.packing in ("gptq", "awq") and not _fits_marlin(problem)
 
 
-def _is_listed(backend: Backend, problem: Problem, fallen_back: bool) -> bool:
+def _is_listed(backend: Backend, problem: Problem, device: Device, fallen_back: bool) -> bool:
     """Whether stock's list for a layer has the kernel of a wrapper."""
     scheme = problem.scheme
     kernel = backend.stock_kernel if isinstance(backend, StockBackend) else ""
     if scheme.name == "mxfp4":
+        if kernel == "HUMMING" and not vllm_at_least_on(device, min_versions.HUMMING_FIRST):
+            return False  # its first lists that have it
         if scheme.packing == "mxfp4":
             return kernel in _LISTED_FOR_HALVES
-        if scheme.packing == "compressed-tensors":
+        if is_constructed(problem):
             return kernel == "MARLIN"
         return kernel != "TRITON_UNFUSED" and backend.activations(problem) == "16bit"
     if scheme.name == "wna16":
         if kernel in ("MARLIN", "BATCHED_MARLIN"):
             return scheme.packing != "moe_wna16" and _fits_marlin(problem)
         if kernel == "TRITON":
-            return scheme.packing != "awq" or fallen_back
+            return scheme.packing not in ("gptq", "awq") or fallen_back  # their methods may have biases
         # vLLM's name of such weights is not among those that Humming's class knows.
         unknown = scheme.zero_points and scheme.bits == 4 and scheme.group_size != 32
         return not (kernel == "HUMMING" and scheme.packing == "compressed-tensors" and unknown)
@@ -273,4 +478,8 @@ def _claimed(backend: StockBackend, problem: Problem, device: Device) -> frozens
         if not each.before or not vllm_at_least_on(device, each.before)
         for what in each.what
     }
-    return frozenset(code for code, word in asked.items() if word in claims)
+    claimed = {code for code, word in asked.items() if word in claims}
+    since = _BATCH_INVARIANT.get(backend.stock_class_name)
+    if since and vllm_at_least_on(device, since):
+        claimed.add("batch_invariant")
+    return frozenset(claimed)

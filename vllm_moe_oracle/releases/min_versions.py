@@ -54,8 +54,14 @@ call."""
 DEEP_GEMM_MXFP8 = "0.24.0"
 """DeepGEMM's class takes MXFP8, and ``swigluoai`` in two halves."""
 
+EMULATED_MXFP8 = "0.27.1"
+"""vLLM's list of kernels for MXFP8 ends with its emulation on GPUs, too."""
+
 HUMMING = "0.25.1"
 """Humming's classes use the interface of humming-kernels 0.1.10, as `compat.humming` does."""
+
+HUMMING_BATCH_INVARIANT = "0.28.0"
+"""Humming's classes claim batch invariance."""
 
 HUMMING_FIRST = "0.32.0"
 """On sm_90 vLLM moves Humming directly before Marlin. Before, Humming is the last of its kernels but the emulation."""

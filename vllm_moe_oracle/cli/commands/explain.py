@@ -15,7 +15,7 @@ from ...checkpoint.files import read_checkpoint
 from ...checkpoint.layer_names import compact_layer_names
 from ...checkpoint.moe_layers import MoeLayers
 from ...checkpoint.ranks import Ranks
-from ...checkpoint.served_layers import STOCK_ITSELF, Server, decide_layers
+from ...checkpoint.served_layers import Server, decide_layers
 from ...checkpoint.serving import is_round_robin
 from ...compat import check_release, ignored_env_vars
 from ...core.overrides import unused_override_errors
@@ -212,7 +212,7 @@ def _device_notes(word: str, machine: Device) -> Iterator[str]:
 def _group(server: Server, layers: MoeLayers, measure: str) -> list[LayerGroup]:
     """The layers by equal decision, those for multi-token prediction last; `measure` is the command that measures
     them."""
-    groups = group_layers(decide_layers(server, layers), server, measure, layers.method)
+    groups = group_layers(decide_layers(server, layers), server, measure)
     if refusal := server.refusal(layers):
         groups = [dataclasses.replace(group, stock=StockChoice(refusal=refusal)) for group in groups]
     if layers.refused:
@@ -339,11 +339,6 @@ def _parallelism_notes(ranks: Ranks, all2all_backend: str, groups: list[LayerGro
         yield f"--all2all-backend {all2all_backend}: {rule}"
     if not ranks.exchanges_tokens:
         return
-    for group in groups:
-        if group.decision is None and group.problem.parallel.is_batched and group.outcome.left_to_stock == STOCK_ITSELF:
-            rule = f"{ranks.all2all} delivers tokens by expert, which few backends take"
-            left = "a server leaves layers that none runs to stock vLLM, if stock vLLM can run them"
-            yield f"{group.layers}: {rule}; {left}"
     if ranks.all2all != DEFAULT_ALL2ALL:
         chosen = [default_registry()[group.decision.backend] for group in groups if group.decision is not None]
         for name in sorted({each.stock_class_name for each in chosen if each.stock_class_name}):
@@ -411,8 +406,7 @@ def _group_notes(groups: list[LayerGroup]) -> Iterator[str]:
             yield f"{group.layers}: {group.decision.explanation}"
         if group.outcome.left_to_stock and group.problem.lora:
             rule = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM, with a warning"
-            remedy = "with --lora-target-modules that name no experts, these layers are served without LoRA"
-            yield f"{group.layers}: {rule}; stock vLLM refuses what it cannot read; {remedy}"
+            yield f"{group.layers}: {rule}; with --lora-target-modules that name no experts, a backend runs them"
 
 
 def _memory_notes(groups: list[LayerGroup], device: Device) -> Iterator[str]:
