@@ -23,11 +23,14 @@ from typing import Any
 
 from tests.lib import configs
 from tests.lib.readme_sections import markdown_table, paragraph
-from vllm_moe_oracle import api, settings
+from vllm_moe_oracle import settings
+from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.ranks import Ranks
+from vllm_moe_oracle.checkpoint.served_layers import Server, decide_layers
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices.catalog import known_device
-from vllm_moe_oracle.errors import CheckpointError, NoBackendError
+from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.measurements import profile
 from vllm_moe_oracle.releases.supported import NEWEST
 
@@ -48,8 +51,9 @@ FORMATS: dict[str, dict[str, Any]] = {
 """``quantization_config`` by format."""
 PUBLISHED = ("gpt-oss-20b", "kimi-k2-thinking")
 """Models whose published config is quantized in a served format; they are taken as they are."""
-ORDER = ("measured", "predicted", "alone", "static", "stock", "refused")
-"""Kinds, the most certain first: ``alone`` has one candidate, ``stock`` is left to vLLM, ``refused`` is not served."""
+ORDER = ("measured", "predicted", "alone", "static", "stock", "none", "refused")
+"""Kinds, the most certain first: ``alone`` has one candidate, ``stock`` is left to vLLM, ``none`` ends the start, since
+stock vLLM is known not to run it either, ``refused`` is not served."""
 DECIDED = ORDER[:2]
 
 
@@ -82,13 +86,15 @@ def cases(models: list[str]) -> list[tuple[str, str, dict[str, Any]]]:
 
 def kind_of(config: Path, device: Device, tp: int, ep: bool, chosen: settings.Settings) -> tuple[str, str]:
     """The kind of an answer, and why it is not decided by figures."""
-    failures: list[NoBackendError] = []
+    server = Server(device, chosen, Ranks(tp, ep=ep))
     try:
-        decisions = api.explain_checkpoint(config, device, tp=tp, ep=ep, settings=chosen, failures=failures)
+        layers = decide_layers(server, server.find_layers(read_checkpoint(config)))
     except CheckpointError as error:
         return "refused", str(error)
-    if failures:
-        return "stock", str(failures[0]).partition(chr(10))[0]
+    if failed := [each.outcome for each in layers if each.decision is None]:
+        unserved = [each for each in failed if not each.left_to_stock]
+        return ("none", unserved[0].failure) if unserved else ("stock", failed[0].failure)
+    decisions = [each.decision for each in layers if each.decision is not None]
     if not decisions:
         return "stock", "no layer is quantized"
     least = max(decisions, key=lambda each: ORDER.index(_kind(each)))
@@ -143,7 +149,7 @@ def table() -> str:
     every: Counter[str] = sum(counts.values(), Counter())
     words = paragraph(
         f"{held['configs']} configs over 1, 2, 4 and 8 ranks (`{held['command']}`), {sum(every.values())} answers.",
-        f"{share(every):.1%} of those that are not left to stock vLLM are decided by measured or predicted times.",
+        f"{share(every):.1%} of those that a backend runs are decided by measured or predicted times.",
     )
     return f"{markdown_table(['answers for', *kinds, 'by times'], rows)}\n\n{words}"
 

@@ -5,6 +5,7 @@ All of it is made of shipped and committed measurements; a GPU appears when a fi
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import statistics
@@ -15,7 +16,7 @@ from typing import Any
 from tests.lib.readme_sections import markdown_table, paragraph
 from tests.tools import recipes
 from vllm_moe_oracle.core.decision import Decision
-from vllm_moe_oracle.core.problem import Device, Problem
+from vllm_moe_oracle.core.problem import Activation, Device, Problem
 from vllm_moe_oracle.devices.catalog import known_device, known_device_names
 from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.measurements import lookup, model_shapes
@@ -122,8 +123,8 @@ def help_table() -> str:
         "*Measured*: layers of the recipes are chosen by times on this GPU, and the figure is their mean gain over",
         "stock; most other shards, expert parallelism and zero points are predicted. *Predicted*: chosen by a latency",
         "model that is fitted to an H200 and an H100; other cards were not compared. *Static*: vLLM's own kernels in",
-        "vLLM's order, checked, without a gain until a server's first start measures; with FlashInfer, gated MXFP4",
-        "by Quark or `--quantization mxfp4` is static, too. On a CPU experts run",
+        "vLLM's order, checked, without a gain until a server's first start measures; with FlashInfer on Hopper, MXFP4",
+        "by Quark or `--quantization mxfp4` (W4A4), too. On a CPU experts run",
         "[0.8 to 1.2 times as fast as in 16 bits](vllm_moe_oracle/ACCURACY.md#speed), in the same memory.",
         "*Stands down*: the plugin does nothing. *Not*: such layers are stock vLLM's, or nothing runs them.",
     )
@@ -139,7 +140,8 @@ def _help_cell(device: Device, start: str) -> str:
     chosen = load({}, assignments={"cache": str(GOLDEN / "no cache")})
     layers = [each for each in model_shapes.served_problems() if each.layer.startswith(start)]
     found: list[Decision] = []
-    missing = []
+    four_bits = map(_with_four_bits, layers) if start == "mxfp4" else ()
+    missing = [] if all(_has_backend(each, device) for each in four_bits) else ["W4A4"]
     for layer in layers:
         try:
             found.append(decide(layer, device, chosen, measurements=lookup.find_measurements(layer, device, chosen)))
@@ -153,6 +155,20 @@ def _help_cell(device: Device, start: str) -> str:
     if len(set(missing)) > len(served):
         return f"{words} ({', '.join(served)} only)"
     return words + (f" (not {', '.join(dict.fromkeys(missing))})" if missing else "")
+
+
+def _has_backend(layer: Problem, device: Device) -> bool:
+    try:
+        decide(layer, device, load({}))
+    except NoBackendError:
+        return False
+    return True
+
+
+def _with_four_bits(layer: Problem) -> Problem:
+    """A gated layer as ``--quantization mxfp4`` makes it."""
+    scheme = dataclasses.replace(layer.scheme, packing="online", activations="mxfp4")
+    return dataclasses.replace(layer, scheme=scheme, activation=Activation("silu"), has_bias=False)
 
 
 def _model_of(layer: Problem) -> str:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.lib import configs
 from tests.tools import evidence
+from vllm_moe_oracle import settings
+from vllm_moe_oracle.devices.catalog import known_device
 
 
 def test_the_aim_is_met_and_answers_were_given_for_enough_models() -> None:
@@ -35,6 +37,17 @@ def test_the_least_certain_layer_counts() -> None:
     assert {name for name, _, _ in evidence.cases(["gpt-oss-20b"])} == {"gpt-oss-20b"}
     assert len(evidence.cases(["mixtral-8x7b"])) == len(evidence.FORMATS)
     assert set(evidence.PUBLISHED) <= {each.stem for each in configs.CONFIGS.glob("*.json")}
+
+
+def test_what_nobody_runs_is_not_called_stocks(tmp_path: Path) -> None:
+    """Nemotron-3-Nano over four ranks, whose shards cut scale groups; and a limit of gelu, which stock ignores."""
+    path = tmp_path / "config.json"
+    here, chosen = known_device("a100"), settings.load({}, assignments={"cache": f"{tmp_path}/none"})
+    cut = configs.quantized("nemotron-3-nano-30b-a3b", quantization_config=configs.MODELOPT)
+    left = configs.quantized("qwen3-30b-a3b", quantization_config=configs.MODELOPT, hidden_act="gelu", swiglu_limit=7.0)
+    for data, tp, kind in ((cut, 4, "none"), (left, 1, "stock")):
+        path.write_text(json.dumps(data))
+        assert evidence.kind_of(path, here, tp, False, chosen)[0] == kind
 
 
 def test_counts_rest_on_todays_times_configs_and_releases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

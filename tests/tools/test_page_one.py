@@ -104,4 +104,6 @@ def test_what_decides_is_what_the_oracle_says() -> None:
     release = profile.read(profile.SHIPPED_FOLDER / "nvidia_h200.json").environment.packages["vllm"]
     assert h200.count("measured: 1.") == (4 if release == NEWEST else 0)
     assert hopper.count("predicted") == 4 and ampere.count("static") == 4
+    blackwell = next(line for names, line in rows.items() if "B200" in names.split(", "))
+    assert "W4A4" in blackwell and not any("W4A4" in each for each in (h200, hopper, ampere))
     assert rows["ROCm, XPU"].count("stands down") == 4
