@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lib.cases import problem
 from tests.lib.golden_decisions import GoldenTable, agrees
 from tests.lib.golden_tables import TABLES
 from tests.lib.releases import every_release
-from tests.lib.stock_code import QUANTIZATION, load
+from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, exists, load
 from tests.lib.stock_rules import machine, number
-from vllm_moe_oracle.core.problem import Activation, Problem
+from vllm_moe_oracle.core.problem import Activation, Problem, Scheme
 from vllm_moe_oracle.oracle.registry import default_registry
-from vllm_moe_oracle.oracle.stock_choice import choose_stock
+from vllm_moe_oracle.oracle.stock_choice import choose_stock, load_refusal
 from vllm_moe_oracle.releases import min_versions
 
 CT_MOE = "compressed_tensors/compressed_tensors_moe/compressed_tensors_moe"
@@ -168,3 +169,26 @@ def test_the_rules_choose_as_each_releases_code_on_cpus(
 def test_the_choice_of_another_release_is_found(table: GoldenTable) -> None:
     found = [each for gpu in GPUS.values() for each in compared(table, "0.31.0", "0.32.0", "as it is", gpu)]
     assert not all(agreed for _, agreed in found)
+
+
+@every_release
+@pytest.mark.parametrize(("whole", "ranks"), [(768, 16), (1856, 4), (1408, 8)])
+@pytest.mark.parametrize("packing", ["compressed-tensors", "quark", "mxfp4"])
+def test_stocks_loader_takes_scales_of_other_features(packing: str, whole: int, ranks: int, release: str) -> None:
+    """Rank 1's scales of w2, copied by the release's own loader out of a file's, against what the rules say."""
+    size = whole // ranks
+    names = {f"{FUSED_MOE}/routed_experts.py": "RoutedExperts", f"{FUSED_MOE}/layer.py": "FusedMoE"}
+    path, name = next((path, name) for path, name in names.items() if exists(release, path))
+    loader = object.__new__(load(release, path)[name])
+    parallel = SimpleNamespace(tp_size=ranks)
+    loader.moe_config = SimpleNamespace(moe_parallel_config=parallel, tp_shard_with_padding=False)
+    padded = size if packing == "compressed-tensors" else -(-size // 128) * 128
+    scales = torch.full((4, padded // 32), 255, dtype=torch.uint8)
+    loader._load_w2(scales, 1, torch.arange(whole // 32, dtype=torch.uint8).repeat(4, 1), 1)
+    first = int(scales[0, 0]) * 32
+    assert first != size
+    layer = problem(scheme=Scheme("mxfp4", 4, 32, packing), intermediate_size=size, tp=ranks)
+    said = load_refusal(layer, machine(release, 90), "")
+    if packing == "compressed-tensors" or number(release) >= number(min_versions.STOCK_RULES_MXFP4):
+        assert said.endswith(f"from feature {first} on for weights from feature {size} on")
+    assert said.startswith("ranks cut scale groups of 32")
