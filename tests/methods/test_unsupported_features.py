@@ -56,13 +56,7 @@ class Ours(OracleMoEMethod, Stock):  # type: ignore[misc]
 
     offered = False
     layer = "experts.0"
-    limitation = ""
     candidates: tuple[Candidate, ...] = ()
-
-    @classmethod
-    def unsupported_by_stock(cls, *args: Any, **kwargs: Any) -> str:
-        """As each test wants it."""
-        return cls.limitation
 
     def __init__(self, quant_config: Any, moe_config: Any) -> None:
         if not self.offered:
@@ -233,12 +227,6 @@ def test_stocks_own_kernel_is_no_emulation(monkeypatch: pytest.MonkeyPatch) -> N
     assert type(Ours(quant_config="config", moe_config=config())) is Stock
 
 
-def test_a_checkpoint_that_stock_vllm_does_not_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ours, "limitation", "does not know act order")
-    with pytest.raises(NoBackendError, match="stock vLLM's Stock does not know act order"):
-        Ours(quant_config="config", moe_config=config())
-
-
 @pytest.mark.parametrize(
     ("fields", "ending"),
     [
@@ -246,6 +234,9 @@ def test_a_checkpoint_that_stock_vllm_does_not_read_is_an_error(monkeypatch: pyt
         ({"eplb": True}, "NotImplementedError: EPLB is not supported"),
         ({"lora": True}, "AssertionError: CutlassExpertsMxfp4 does not support LoRA"),
         ({"intermediate_size": 192}, "RuntimeError: scales are tiled by 128 rows and features"),
+        ({"scheme": Scheme("wna16", 4, 128, "gptq", act_order="group")}, "its kernels do not reorder input features"),
+        ({"scheme": Scheme("wna16", 4, 128, "moe_wna16", act_order="group")}, "its kernels do not reorder"),
+        ({"scheme": Scheme("wna16", 4, 128, "compressed-tensors-int")}, "ValueError: For Fused MoE layers, only"),
         ({}, ""),
     ],
 )
@@ -255,7 +246,7 @@ def test_what_stock_finds_out_after_its_choice_is_an_error_before(
     """Its constructor takes the layer, and the load ends, or puts scales of other features beside the weights."""
     chosen = type("CutlassExpertsMxfp4", (), {})
     monkeypatch.setattr(Stock, "experts_cls", chosen, raising=False)
-    layer = problem(scheme=Scheme("mxfp4", 4, 32, "compressed-tensors"), **fields)
+    layer = problem(**{"scheme": Scheme("mxfp4", 4, 32, "compressed-tensors")} | fields)
     monkeypatch.setattr(Ours, "problem", layer)
     if not ending:
         assert type(Ours("config", config())) is Stock

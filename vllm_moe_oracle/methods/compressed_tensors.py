@@ -120,22 +120,6 @@ class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTens
         self.decide(moe, _integer_scheme(weight_quant, packed_format))
 
     @classmethod
-    def unsupported_by_stock(
-        cls,
-        weight_quant: Any,
-        input_quant: Any,
-        moe: Any,
-        *args: Any,
-        packed_format: str = PACK_QUANTIZED,
-        build_stock: Callable[[], Any] | None = None,
-    ) -> str:
-        """See `StockFallback.unsupported_by_stock`."""
-        if packed_format != PACK_QUANTIZED:
-            return f"reads the format {PACK_QUANTIZED} only, not {packed_format}"
-        ordered = _integer_scheme(weight_quant, packed_format).act_order == "group"
-        return "does not know act order" if ordered and stock_refuses_act_order() else ""
-
-    @classmethod
     def build_stock_method(cls, stock_class: Any, *args: Any, build_stock: Callable[[], Any], **kwargs: Any) -> Any:
         """What the stock function makes, which selects one of several classes in older releases."""
         return build_stock()

@@ -74,13 +74,6 @@ class AutoGPTQMoEMethod(ConfigWna16MoEMethod, stock.AutoGPTQMoEMethod):
         """See `ConfigWna16MoEMethod`."""
         return gptq_scheme(config_fields(quant_config), _WHERE)
 
-    @classmethod
-    def unsupported_by_stock(cls, quant_config: Any, moe: Any) -> str:
-        """See `StockFallback.unsupported_by_stock`."""
-        scheme = cls.scheme_in(quant_config)
-        ordered = scheme.act_order == "group" and scheme.group_size != -1
-        return "does not know act order" if ordered and stock_refuses_act_order() else ""
-
 
 def _create_weights_with_group_index(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     """The stock class's parameters, and parameters for group indices that are not read."""

@@ -53,12 +53,6 @@ class MoeWNA16Method(ConfigWna16MoEMethod, stock.MoeWNA16Method):
         """See `ConfigWna16MoEMethod`."""
         return default_scheme(quant_config)
 
-    @classmethod
-    def unsupported_by_stock(cls, quant_config: Any, moe: Any) -> str:
-        """See `StockFallback.unsupported_by_stock`."""
-        scheme = cls.scheme_in(quant_config)
-        return "does not know act order" if scheme.act_order == "group" and scheme.group_size != -1 else ""
-
 
 class MoeWNA16Config(Wna16ConfigMixin, stock.MoeWNA16Config):
     """The stock config with this project's MoE method."""

@@ -79,7 +79,6 @@ class StockFallback(FusedMoEMethodBase):
         name = error.where or current_layer()[1]
         limitation = "" if is_loadable(error.candidates) else "gets its weights and adapters from the same code"
         try:
-            limitation = limitation or cls.unsupported_by_stock(*args, **kwargs)
             method = None if limitation else cls.build_stock_method(stock, *args, **kwargs)
         except Exception as refusal:  # stock's own choice of a kernel is its constructor; it raises many types
             method, limitation = None, f"raises {type(refusal).__name__}: {sanitize(str(refusal))}"
@@ -111,11 +110,6 @@ class StockFallback(FusedMoEMethodBase):
         method = stock_class.__new__(stock_class)
         stock_class.__init__(method, *args, **kwargs)
         return method
-
-    @classmethod
-    def unsupported_by_stock(cls, *args: Any, **kwargs: Any) -> str:
-        """What keeps the stock class from reading the checkpoint, after its name; "" when nothing does."""
-        return ""
 
 
 def _is_layer_config(value: Any) -> bool:

@@ -242,10 +242,6 @@ def _apart_from_lists(problem: Problem, device: Device) -> StockChoice | None:
     scheme = problem.scheme
     if scheme.packing == "gptq" and scheme.act_order == "group":
         return StockChoice(refusal="ValueError: desc_act=True is no longer supported")
-    if scheme.packing == "compressed-tensors-int":
-        return StockChoice(refusal="ValueError: For Fused MoE layers, only format: pack-quantized is supported")
-    if has_act_order(problem):
-        return StockChoice(refusal="its kernels do not reorder input features, as act order by group needs")
     name = class_without_wrapper(problem, device)
     return StockChoice(name) if name else None
 
@@ -354,6 +350,11 @@ def load_refusal(problem: Problem, device: Device, stock_class: str) -> str:
     moves &= scheme.packing not in ("gptq", "awq", "moe_wna16")
     if problem.eplb and not moves and _is_known(device, _KNOWN_SINCE[scheme.name]):
         return f"NotImplementedError: EPLB is not supported (by its method for {scheme.packing} experts)"
+    if scheme.packing == "compressed-tensors-int":
+        return "ValueError: For Fused MoE layers, only format: pack-quantized is supported"
+    loses_order = scheme.packing == "moe_wna16" or vllm_at_least_on(device, min_versions.LINEAR_WITHOUT_ACT_ORDER)
+    if has_act_order(problem) and loses_order:
+        return "its kernels do not reorder input features, as act order by group needs"
     if refusal := _cut_groups(problem):
         return refusal
     if is_marlin and scheme.name == "mxfp8" and not problem.activation.gated and size % 64:
