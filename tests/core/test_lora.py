@@ -16,8 +16,7 @@ from vllm_moe_oracle.core.problem import Device, Parallel, Placement, Problem, S
 from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import evaluate_candidates
-from vllm_moe_oracle.oracle.stock_choice import choose_stock
-from vllm_moe_oracle.oracle.stock_choice import is_loadable
+from vllm_moe_oracle.oracle.stock_choice import choose_stock, is_loadable
 from vllm_moe_oracle.settings import Settings
 
 LAYER = "model.layers.3.mlp.experts"

@@ -65,7 +65,7 @@ def test_an_unknown_formula_in_torch_is_an_error(gated: bool) -> None:
 
 @pytest.mark.parametrize("gated", sampled((False, True), 2))
 def test_kernels_compile_what_the_table_names_and_nothing_else(gated: bool) -> None:
-    digests = Digests(0)
+    digests = Digests()
     names = {spec.kernel_for(gated) for spec in ACTIVATIONS.values()} - {""}
     assert names
     for launch in first_gemms(gated):

@@ -144,7 +144,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize("layer_name", sampled(["gptoss", "nemotron"], 2))
 def test_kernels_with_an_addend_compile_beside_those_without(layer_name: str) -> None:
     """Both first GEMMs; those without an addend have no argument for it, all other kernels are the same."""
-    digests = Digests(0)
+    digests = Digests()
     for config, spills in ((LaunchConfig(TILE, TILE), 0), (PrefillConfig(), SPILLS)):
         plain, adapted = (launches(layer_name, 64, config, addend=addend) for addend in (False, True))
         for one, other in zip(plain, adapted, strict=True):

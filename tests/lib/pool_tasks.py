@@ -24,6 +24,11 @@ def work(task: Any, send: worker_pool.SendProgress) -> Any:
     if word == "die once" and not Path(rest[0]).exists():
         Path(rest[0]).touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    if word == "exit once, then die":
+        if not Path(rest[0]).exists():
+            Path(rest[0]).touch()
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
     if word == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if word == "exit":

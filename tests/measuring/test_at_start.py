@@ -276,6 +276,10 @@ def test_a_backend_that_was_killed_here_gets_more_time(
     monkeypatch.setattr(tuning, "tune", tune)
     at_start.measure(LAYER, ("slow", "fast"), asked(tmp_path, 90), 90.0, lambda *said: None)
     assert asked_for[0].silence == pytest.approx(share * 90)
+    assert asked_for[0].compile_share == at_start.COMPILE_SHARES[share == 2 / 3]
+    asked_for.clear()
+    at_start.measure(LAYER, ("fast",), asked(tmp_path, 90), 90.0, lambda *said: None)  # it is disabled
+    assert asked_for[0].silence == pytest.approx(30)
 
 
 @pytest.mark.full

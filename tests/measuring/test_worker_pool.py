@@ -62,6 +62,32 @@ def test_an_error_in_one_process_ends_all(tmp_path: Path) -> None:
         pool_tasks.ends([("fail",)], [None])
 
 
+def test_a_task_that_others_end_is_told_from_one_that_ends_itself(tmp_path: Path) -> None:
+    """Also where it had ended itself in the attempt before."""
+    tasks = [("exit once, then die", str(tmp_path / "exited")), ("exit",), ("die",), ("break",)]
+    news = [*worker_pool.run_tasks(pool_tasks.work, tasks, [None, None], attempts=2)]
+    assert {each.task: each.by_others for each in news if each.kind == "lost"} == {0: True, 1: False, 2: True, 3: False}
+
+
+def test_workers_that_a_driver_holds_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[subprocess.Popen[bytes]] = []
+
+    class Held(subprocess.Popen[bytes]):
+        def kill(self) -> None:
+            held.append(self)
+
+    monkeypatch.setattr(worker_pool, "_KILL_SECONDS", 2.0)
+    monkeypatch.setattr(worker_pool.subprocess, "Popen", Held)
+    begin = time.monotonic()
+    found = pool_tasks.ends([("hang",)] * 4, [None] * 4, 1, False, worker_pool.Limits(until=begin + 1.0))
+    spent = time.monotonic() - begin
+    for each in held:
+        each.send_signal(signal.SIGKILL)
+        each.wait()
+    assert {*found.values()} == {("lost", worker_pool.TIME_SPENT)} and len({*held}) == 4
+    assert 3.0 <= spent < 6.0  # 9 s, if it were one after the other
+
+
 def test_a_silent_worker_is_killed_and_its_task_blamed() -> None:
     crashed: list[tuple[int, str, float]] = []
     limits = worker_pool.Limits(silence=1.0)

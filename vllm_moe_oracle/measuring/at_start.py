@@ -119,6 +119,7 @@ def measure(
         for there, samples in store.samples(kernel_shape_of(problem))
         if there == here
         for each in samples
+        if each.backend in names
     ]
     again = any(needs_longer(each, last) for each in waited)
     options = tuning.TuneOptions(
@@ -135,7 +136,8 @@ def measure(
     if device.kind == "cuda" and tuning.is_incomplete(problem, device, settings, store, options):
         free = _check_memory(required_bytes(problem, len(names), max(counts)))
         processes = min(processes, free // required_bytes(problem, 1, max(counts)))
-    options = dataclasses.replace(options, jobs=processes, budget=max(0.0, end - time.monotonic()))
+    jobs = processes if processes > 1 else 0
+    options = dataclasses.replace(options, jobs=jobs, budget=max(0.0, end - time.monotonic()))
     ((_, outcome),) = tuning.tune([problem], device, settings, store, options, (), progress).items()
     failed = {each.backend: each for each in outcome.samples if each.failure}
     failures = {name: failed[name].failure for name in names if name in failed}

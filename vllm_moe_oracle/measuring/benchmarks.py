@@ -28,7 +28,7 @@ from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import decide
 from ..settings import Settings
 from . import engine, peers, worker_pool
-from .precompile import COMPILE_BUDGET_SHARE, offset_progress, precompile
+from .precompile import COMPILE_BUDGET_SHARE, offset_progress, precompile, within
 from .stock_layers import add_stock_layers
 from .tuning import accepted_backends, check_same_gpu
 
@@ -145,7 +145,8 @@ def bench(
         stock = [f"{STOCK_PREFIX}{name}" for name in options.stock]
         work = [(task.problem, [*task.backends(), *stock]) for task in tasks]
         seconds = None if options.budget is None else options.budget * COMPILE_BUDGET_SHARE
-        precompile(work, device, options.counts, options.jobs, progress, options.gpus, options.tiles, seconds)
+        compiling = within(progress, 0, len(problems) * len(options.counts))
+        precompile(work, device, options.counts, options.jobs, compiling, options.gpus, options.tiles, seconds)
     if options.gpus:
         yield from _bench_on_gpus(tasks, progress)
         return

@@ -32,6 +32,11 @@ WarmupCall = tuple[int, str]
 """A number of tokens and a tile configuration; "" for the backend's own choice."""
 
 
+def within(progress: Progress, done: int, total: int) -> Progress:
+    """A callback that counts its own steps in words, and stays at `done` of `total`."""
+    return lambda words, jobs, all_jobs: progress(f"{words}, {jobs} of {all_jobs}", done, total)
+
+
 def offset_progress(progress: Progress, done: int, total: int) -> Callable[[str, int], None]:
     """A callback for one part of the steps.
 
@@ -91,8 +96,9 @@ class Precompiled:
         phase_seconds: seconds of the workers by layer and phase: ``building NAME beforehand``; ``compiling NAME
             beforehand`` for calls with kernels that no earlier layer compiled; ``again NAME beforehand`` for all calls
             after that.
-        lost: why processes of a backend ended, as often as a job was tried; "" if others ended the last one.
-        waited: seconds after which a backend had not come back from its first call when the time was spent.
+        lost: why a backend's process ended in the last attempt at a job; "" if others ended it.
+        waited: of a backend that had not come back from its first call when the time was spent, the seconds since it
+            was given a job: with the layer's conversion.
     """
 
     phase_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -117,11 +123,13 @@ def _compile_jobs(
     repeated: list[_CompileJob] = []
     compiled: set[Hashable] = set()
     for problem, names in work:
-        # Our kernels compile the longest. They come first, so that the last jobs are short.
+        # Our kernels compile the longest. They come first, so that the last jobs are short; and each backend's first
+        # job comes before anyone's second.
+        jobs: list[list[_CompileJob]] = []
         for name in sorted(names, key=lambda name: not name.startswith("hopper")):
             untiled = [(count, "") for count in counts]
             if name.startswith(STOCK_PREFIX):  # one job: building a stock layer converts all its experts
-                yield _CompileJob(problem, name, tuple(untiled), device, max(counts))
+                jobs.append([_CompileJob(problem, name, tuple(untiled), device, max(counts))])
                 continue
             backend = registry[name]
             if _query_backend(backend, "compile_keys", problem, max(counts)) is None:
@@ -134,10 +142,10 @@ def _compile_jobs(
                     for tile in (_query_backend(backend, "tiles", problem, count, tiles) or () if tiles else ())
                 ]
                 keys = {call: _query_backend(backend, "compile_keys", problem, *call) or frozenset() for call in calls}
-                # A library without machine code for this GPU is compiled by the driver at its first call: Marlin's took
+                # A library without machine code for this GPU is compiled by the driver at its first call. Marlin's took
                 # 20 to 40 s on an H200: vLLM builds it for 8.0, for 12.0, and as PTX.
-                shared = any(keys.values())
-                if not shared:
+                is_library = not any(keys.values())
+                if is_library:
                     keys[calls[0]] = frozenset({(name, problem.scheme, problem.dtype)})
                 missing = []
                 for call in calls:
@@ -145,11 +153,11 @@ def _compile_jobs(
                         missing.append(call)
                         compiled |= keys[call]
                 parts = [missing[first : first + CALLS_PER_JOB] for first in range(0, len(missing), CALLS_PER_JOB)]
-                if shared:
+                if not is_library:
                     repeated.append(_CompileJob(problem, name, tuple(calls), device, max(counts), repeated=True))
-            for part in parts:
-                if part:
-                    yield _CompileJob(problem, name, tuple(part), device, max(counts))
+            jobs.append([_CompileJob(problem, name, tuple(part), device, max(counts)) for part in parts if part])
+        for turn in itertools.zip_longest(*jobs):
+            yield from filter(None, turn)
     yield from repeated
 
 
@@ -163,8 +171,8 @@ def precompile(
     tiles: int = 0,
     seconds: float | None = None,
 ) -> Precompiled:
-    """Calls backends once at every number of tokens, in worker processes. What does not end here compiles later, where
-    it is measured.
+    """Calls backends once at every number of tokens, in worker processes. What is not compiled when they end compiles
+    where it is measured, if the caller measures it then.
 
     Args:
         work: layers and the names of their backends and stock layers.
@@ -187,10 +195,7 @@ def precompile(
     limits = worker_pool.Limits(until=None if seconds is None else begin + seconds)
     said = f"compiling in {workers} process{'es' * (workers > 1)}"
     progress(said, done, len(jobs))
-    crashed: set[int] = set()
-    events = worker_pool.run_tasks(
-        _run_compile_job, jobs, worker_gpus, 2, True, limits, lambda task, why, silent: crashed.add(task)
-    )
+    events = worker_pool.run_tasks(_run_compile_job, jobs, worker_gpus, 2, quiet=True, limits=limits)
     with contextlib.closing(events):
         for event in events:
             job = jobs[event.task]
@@ -204,7 +209,7 @@ def precompile(
             done += 1
             progress(said, done, len(jobs))
             if event.kind == "lost":
-                found.lost[job.of] = event.value if event.task in crashed else ""
+                found.lost[job.of] = "" if event.by_others else event.value
                 words = f"{job.problem.layer}: {job.backend} is not compiled beforehand: {event.value}"
                 progress(words, done, len(jobs))
             else:
@@ -237,7 +242,7 @@ def _run_compile_job(job: _CompileJob, send: worker_pool.SendProgress) -> _Compi
         _worker_context.extend((manager, manager.__enter__()))
     context = _worker_context[1]
     begin = time.monotonic()
-    # A kernel that breaks the context here does so again where it is measured, and is recorded there.
+    # What breaks the context ends this process, too; the caller learns of it.
     is_stock = job.backend.startswith(STOCK_PREFIX)
     layers = context.bench(job.problem, [] if is_stock else [default_registry()[job.backend]], copies=1)
     if is_stock:

@@ -7,6 +7,7 @@ ends or breaks a worker is stored as failing, and the layer goes on without it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -30,7 +31,7 @@ from ..oracle.selection import evaluate_candidates
 from ..settings import Settings
 from . import engine, worker_pool
 from .broken_context import BrokenContextError
-from .precompile import COMPILE_BUDGET_SHARE, Precompiled, offset_progress, precompile
+from .precompile import COMPILE_BUDGET_SHARE, Precompiled, offset_progress, precompile, within
 
 TOKEN_COUNTS = latency_model.TOKENS
 """Numbers of tokens that are measured unless others are asked for: those for which times are predicted."""
@@ -87,7 +88,7 @@ class TuneOptions:
         without: names of backends that are left out: they took a process down in this run.
         silence: with `gpus`, seconds after which a process that does not come back from a backend is killed; None for
             no limit. With it the budget holds in the middle of a call, too; backends that were killed after less are
-            measured again; and what does not come back from `jobs` is not measured.
+            measured again; and what does not come back from `jobs` for as long is not measured.
     """
 
     token_counts: tuple[int, ...] = TOKEN_COUNTS
@@ -127,10 +128,10 @@ class TuneOutcome:
     seconds: float = 0.0
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
-    def add(self, samples: Sequence[Sample]) -> None:
-        """Adds new samples, which replace older ones with the same key."""
+    def add(self, samples: Sequence[Sample], new: bool = True) -> None:
+        """Adds samples, which replace those with the same key."""
         self.samples = [*{each.key: each for each in (*self.samples, *samples)}.values()]
-        self.measured += len(samples)
+        self.measured += len(samples) * new
 
 
 def group_by_kernel_shape(problems: Iterable[Problem]) -> dict[KernelShape, Problem]:
@@ -190,7 +191,10 @@ class _TuneTask:
         """The steps at which a backend was not measured. Sets the known samples, or why there are no steps."""
         options = self.options
         if not self.backends():
-            outcome.unfinished, outcome.no_backend = "no backend but the reference can run it", True
+            outcome.no_backend = not options.without
+            outcome.unfinished = "no backend but the reference can run it"
+            if options.without:
+                outcome.unfinished = f"nothing is left to measure without {', '.join(options.without)}"
             return []
         if not options.remeasure:
             outcome.samples = self.final_samples()
@@ -266,8 +270,9 @@ def tune(
             chosen = [(task.problem, task.backends(outcomes[shape])) for shape, task in work.items()]
             seconds = None if options.budget is None else options.budget * options.compile_share
             compiled = precompile(
-                chosen, device, options.token_counts, options.jobs, progress, options.gpus, options.tiles, seconds
-            )
+                chosen, device, options.token_counts, options.jobs, within(progress, 0, total), options.gpus,
+                options.tiles, seconds,
+            )  # fmt: skip
         return compiled
 
     if options.gpus:
@@ -288,7 +293,8 @@ def tune(
                 done += len(steps[shape])
     for shape, task in work.items():
         outcomes[shape].phase_seconds |= compiled.phase_seconds.get(task.problem.layer, {})
-    progress("done", total, total)
+    if not any(each.unfinished for each in outcomes.values()):
+        progress("done", total, total)
     return outcomes
 
 
@@ -322,7 +328,7 @@ def _tune_on_gpus(
     outcomes: dict[int, TuneOutcome] = {}
     tasks = list(tasks)  # a worker gets its task when it begins
     done = [0] * len(tasks)
-    running: dict[int, str] = {}
+    current: dict[int, str] = {}
 
     def leave_out(index: int, name: str, why: str, silent: float) -> None:
         """Stores why a backend took its process down, or did not come back, and measures the layer without it."""
@@ -333,7 +339,7 @@ def _tune_on_gpus(
         tasks[index] = dataclasses.replace(task, options=left_out)
 
     def record_crash(index: int, why: str, silent: float) -> None:
-        if name := running.pop(index, ""):
+        if name := current.pop(index, ""):
             leave_out(index, name, why, silent)
 
     def prepare() -> None:
@@ -345,7 +351,8 @@ def _tune_on_gpus(
         for (layer, name), why in compiled.lost.items():
             leave_out(places[layer], name, why, 0.0)
         for (layer, name), seconds in compiled.waited.items():
-            leave_out(places[layer], name, silence(seconds), min(seconds, options.silence))
+            if seconds >= options.silence:  # what had less time may come back where it is measured
+                leave_out(places[layer], name, silence(seconds), options.silence)
 
     options, until = tasks[0].options, tasks[0].until
     limits = worker_pool.Limits()
@@ -354,22 +361,25 @@ def _tune_on_gpus(
         limits = worker_pool.Limits(options.silence, left)
     progress(f"starting {len(gpus)} process{'es' * (len(gpus) > 1)}", 0, sum(sizes))
     quiet = len(gpus) > 1 or options.silence is not None  # a start's log has warnings of its own
-    for event in worker_pool.run_tasks(_tune_one, tasks, gpus, _MAX_ATTEMPTS, quiet, limits, record_crash, prepare):
-        task = tasks[event.task]
-        if event.kind == "progress":
-            if event.value.backend is not None:
-                running[event.task] = event.value.backend
+    events = worker_pool.run_tasks(_tune_one, tasks, gpus, _MAX_ATTEMPTS, quiet, limits, record_crash, prepare)
+    with contextlib.closing(events):
+        for event in events:
+            task = tasks[event.task]
+            if event.kind == "progress":
+                if event.value.backend is not None:
+                    current[event.task] = event.value.backend
+                    continue
+                done[event.task] = event.value.done
+                if event.value.done < sizes[event.task]:  # "done" is said once, of all layers
+                    progress(event.value.words, min(sum(done), sum(sizes)), sum(sizes))
                 continue
-            done[event.task] = event.value.done
-            if event.value.done < sizes[event.task]:  # "done" is said once, of all layers
-                progress(event.value.words, min(sum(done), sum(sizes)), sum(sizes))
-            continue
-        done[event.task] = sizes[event.task]
-        if event.kind == "done":
-            outcomes[event.task] = event.value
-        else:
-            outcomes[event.task] = TuneOutcome(task.problem, task.final_samples(), unfinished=event.value)
-        outcomes[event.task].add([each for each in task.known_samples() if each.backend in task.options.without])
+            done[event.task] = sizes[event.task]
+            if event.kind == "done":
+                outcomes[event.task] = event.value
+            else:
+                outcomes[event.task] = TuneOutcome(task.problem, task.final_samples(), unfinished=event.value)
+            left_out = [each for each in task.known_samples() if each.backend in task.options.without]
+            outcomes[event.task].add(left_out, new=False)
     return [outcomes[index] for index in range(len(tasks))]
 
 

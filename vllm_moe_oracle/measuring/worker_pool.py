@@ -81,11 +81,13 @@ class TaskEvent:
         task: index of the task.
         kind: any number of ``progress``, then one ``done`` or ``lost``. A lost task ended all its workers.
         value: the value sent, the result, or why the task is lost.
+        by_others: of a lost task, whether its last worker ended by nothing that it ran.
     """
 
     task: int
     kind: Literal["progress", "done", "lost"]
     value: Any
+    by_others: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +120,12 @@ class _Worker:
             self.process.wait(_KILL_SECONDS)
         return self.process.returncode is not None
 
-    def end(self) -> int:
-        """Kills the process and returns its exit code. It may outlive its kill for as long as a driver holds it."""
+    def end(self, seconds: float = _KILL_SECONDS) -> int:
+        """Kills the process and returns its exit code. It may outlive its kill for as long as a driver holds it, of
+        which no more than some seconds are waited for."""
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_KILL_SECONDS)
+            self.process.wait(max(0.0, seconds))
         return self.process.returncode or -signal.SIGKILL
 
     def silent_for(self, seconds: float) -> bool:
@@ -173,7 +176,7 @@ def run_tasks(
             if limits.until is not None and time.monotonic() >= limits.until:
                 for task in [*(each.task for each in pool.workers.values()), *pool.waiting]:
                     if task is not None:
-                        yield TaskEvent(task, "lost", TIME_SPENT)
+                        yield TaskEvent(task, "lost", TIME_SPENT, True)
                 return
             yield from pool.end_silent()
     finally:
@@ -276,13 +279,14 @@ class _Pool:
         code = worker.end() if worker.process.returncode is None else worker.process.returncode
         if worker.task is not None:
             why = killed or worker.broken or _exit_reason(code)
-            if killed or worker.broken or code not in _KILLED_BY_OTHERS:
+            by_others = not killed and not worker.broken and code in _KILLED_BY_OTHERS
+            if not by_others:
                 self.on_crash(worker.task, "" if worker.broken and not killed else why, silent)
             self.deaths[worker.task] += 1
             if self.deaths[worker.task] < self.attempts:
                 self.waiting.appendleft(worker.task)
             else:
-                yield TaskEvent(worker.task, "lost", why)
+                yield TaskEvent(worker.task, "lost", why, by_others)
         if self.waiting:
             self.assign(self.start(worker.gpu))
 
@@ -290,8 +294,9 @@ class _Pool:
         """Ends all workers."""
         for worker in self.workers.values():
             worker.process.kill()
+        until = time.monotonic() + _KILL_SECONDS
         for connection, worker in self.workers.items():
-            worker.end()
+            worker.end(until - time.monotonic())
             connection.close()
 
 
