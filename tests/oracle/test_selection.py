@@ -574,7 +574,9 @@ def test_devices_survive_json(device: Device) -> None:
 
 
 def test_decisions_survive_json_with_every_verdict() -> None:
-    decision = decide(FULL, H200, settings(), registry=registry([FAST_FOR_ALL, refusing("no", "a", "b", remedy="c")]))
+    layer = dataclasses.replace(FULL, lora=False)  # of LoRA with the other features, vLLM knows no adapters
+    found = registry([FAST_FOR_ALL, refusing("no", "a", "b", remedy="c")])
+    decision = decide(layer, H200, settings(), registry=found)
     again = msgspec.json.decode(msgspec.json.encode(decision), type=Decision)
     assert again == decision and hash(again) == hash(decision)
     assert isinstance(again.candidates[0].verdict, Accepted)
