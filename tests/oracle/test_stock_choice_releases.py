@@ -155,8 +155,14 @@ def test_the_rules_choose_as_each_releases_code_on_cpus(
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     known = number(release) >= number(min_versions.STOCK_RULES_ON_CPU)
     if not known:
-        layers = (table.layer(model, shard) for model in table.models for shard in table.shards)
-        assert all(choose_stock(layer, machine(release, 0), default_registry()).unknown for layer in layers)
+        cpu, layers = (
+            machine(release, 0),
+            [table.layer(model, shard) for model in table.models for shard in table.shards],
+        )
+        choices = [choose_stock(layer, cpu, default_registry()) for layer in layers]
+        refused = [load_refusal(layer, cpu, "") for layer in layers]  # of shards that cut groups, on any machine
+        assert [each.refusal for each in choices] == refused and "" in refused
+        assert all(bool(each.unknown) != bool(each.refusal) for each in choices)
         return
     found = list(compared(table, release, release, "as it is", 0))
     # vLLM's class for MXFP8 is chosen, and cannot run: its kernels are Triton's.
