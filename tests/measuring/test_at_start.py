@@ -314,8 +314,18 @@ def test_slow_compilers_run_beside_each_other_and_a_hang_is_left_out(
 
 def test_processes_that_compile_are_few_on_few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     h200 = catalog.known_device("nvidia-h200")
-    for cores, backends, expected in ((2, 3, 0), (4, 3, 2), (16, 3, 6), (16, 6, 8), (192, 6, 12)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: {*range(cores)})
+    cases = (
+        (2, 99, 3, 0),
+        (4, 99, 3, 2),
+        (16, 99, 3, 6),
+        (16, 99, 6, 8),
+        (192, 99, 6, 12),
+        (192, 25, 6, 4),
+        (64, 8, 3, 0),
+    )
+    for cores, gib, backends, expected in cases:
+        monkeypatch.setattr(detect, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(detect, "host_memory_gib", lambda gib=gib: gib)
         assert at_start.compile_processes(h200, backends) == expected
         assert at_start.compile_processes(catalog.known_device("cpu"), backends) == 0
 

@@ -65,7 +65,7 @@ class Ours(OracleMoEMethod, Stock):  # type: ignore[misc]
 
 
 def config(lora: bool = False, batched: bool = False, moe_backend: str = "auto") -> Any:
-    parallel = SimpleNamespace(use_batched_activation_format=batched)
+    parallel = SimpleNamespace(use_batched_activation_format=batched, all2all_backend="allgather_reducescatter")
     return SimpleNamespace(moe_parallel_config=parallel, is_lora_enabled=lora, moe_backend=moe_backend)
 
 
@@ -149,7 +149,10 @@ class Deciding(OracleMoEMethod, Stock):  # type: ignore[misc]
 def test_a_layer_whose_hidden_size_vllm_rounds_up_stays_stock_vllms(
     all2all: str, hidden: int, left: bool, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    layer = problem(hidden_size=hidden, parallel=Parallel(ep=2, dp=2))
+    """Also where the class that stock takes needs a multiple of the size: it gets the size that vLLM rounds up to."""
+    monkeypatch.setattr(Stock, "experts_cls", type("MarlinExperts", (), {}), raising=False)
+    llm_compressor = Scheme("mxfp4", 4, 32, "compressed-tensors")
+    layer = problem(scheme=llm_compressor, hidden_size=hidden, parallel=Parallel(ep=2, dp=2))
     release = current_adapter()
     monkeypatch.setattr(release, "problem", lambda *arguments: layer)
     monkeypatch.setattr(release, "require_original", lambda name: None)
@@ -231,7 +234,7 @@ def test_stocks_own_kernel_is_no_emulation(monkeypatch: pytest.MonkeyPatch) -> N
     ("fields", "ending"),
     [
         ({"intermediate_size": 48, "tp": 16}, "ranks cut scale groups of 32: its loader gives rank 1 the scales"),
-        ({"eplb": True}, "NotImplementedError: EPLB is not supported"),
+        ({"eplb": True}, "it does not support EPLB"),
         ({"lora": True}, "AssertionError: CutlassExpertsMxfp4 does not support LoRA"),
         ({"intermediate_size": 192}, "RuntimeError: scales are tiled by 128 rows and features"),
         ({"scheme": Scheme("wna16", 4, 128, "gptq", act_order="group")}, "its kernels do not reorder input features"),
@@ -254,6 +257,13 @@ def test_what_stock_finds_out_after_its_choice_is_an_error_before(
     with pytest.raises(NoBackendError, match=re.escape(f"stock vLLM's Stock cannot run it: {ending}")) as caught:
         Ours("config", config())
     assert caught.value.remedy == "Buy one"
+
+
+def test_whether_stocks_method_moves_experts_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some do with one class, or with activations in another precision."""
+    monkeypatch.setattr(Stock, "supports_eplb", True, raising=False)
+    monkeypatch.setattr(Ours, "problem", problem(scheme=Scheme("mxfp4", 4, 32, "compressed-tensors"), eplb=True))
+    assert type(Ours("config", config())) is Stock
 
 
 @pytest.mark.parametrize("asked", [{}, {"lora": True}, {"batched": True}])

@@ -48,6 +48,28 @@ def test_what_the_rules_do_not_reach_is_not_known() -> None:
     assert choose_stock(problem(scheme=INT4_G128), H200, default_registry(), method="inc").unknown
 
 
+@pytest.mark.parametrize("options", [{}, {"moe_backend": "marlin"}, {"method": "inc"}])
+def test_what_no_kernel_changes_is_known_whatever_is_chosen(options: dict[str, str]) -> None:
+    """Adapters that vLLM misapplies, and weights that its loaders cannot fill."""
+    registry = default_registry()
+    adapters = problem(scheme=INT4_G128, lora=True, parallel=Parallel(dp=2))
+    assert "the adapters" in choose_stock(adapters, H200, registry, **options).refusal
+    cut = problem(scheme=Scheme("mxfp4", 4, 32, "compressed-tensors"), intermediate_size=48, tp=16)
+    assert "ranks cut scale groups" in choose_stock(cut, H200, registry, **options).refusal
+    moved = problem(scheme=INT4_G128, eplb=True, parallel=Parallel(ep=2))
+    assert bool(choose_stock(moved, H200, registry, **options).refusal) == (not options)  # that is the class's
+
+
+def test_llm_compressors_mxfp4_with_fp8_activations_got_a_list_later() -> None:
+    layer = problem(scheme=Scheme("mxfp4", 4, 32, "compressed-tensors", activations="fp8_token"))
+    old = dataclasses.replace(H200, packages=H200.packages | {"vllm": "0.30.0"})
+    assert choose_stock(layer, old, default_registry()).stock_class == "MarlinExperts"
+    assert choose_stock(layer, H200, default_registry()).unknown
+    moved = dataclasses.replace(layer, eplb=True, parallel=Parallel(ep=2))
+    assert not choose_stock(moved, H200, default_registry()).refusal
+    assert "EPLB is not supported" in choose_stock(moved, old, default_registry()).refusal
+
+
 def test_the_page_names_the_releases_that_the_rules_reach() -> None:
     page = " ".join((Path(cli.__file__).parent / "README.md").read_text().split())
     mxfp8, mxfp4, integers, cpu = (

@@ -65,11 +65,13 @@ EMULATED_MXFP4 = "OCP_MXQuantizationEmulationTritonExperts"
 """vLLM's emulation of activations in MXFP4."""
 
 
-def is_constructed(problem: Problem) -> bool:
-    """Whether stock's method constructs a class for MXFP4 without a list of kernels, whatever the layer needs of it.
-    With activations declared in FP8 it has a list."""
+def is_constructed(problem: Problem, device: Device) -> bool:
+    """Whether stock's method constructs a class for MXFP4 without a list of kernels, whatever the layer needs of it."""
     scheme = problem.scheme
-    return scheme.name == "mxfp4" and scheme.packing in _MARLIN_PACKINGS and scheme.activations in ("16bit", "mxfp4")
+    if scheme.name != "mxfp4" or scheme.packing not in _MARLIN_PACKINGS:
+        return False
+    listed = min_versions.vllm_at_least_on(device, min_versions.W4A8_MXFP4_LISTED)
+    return scheme.activations in ("16bit", "mxfp4") or not listed
 
 
 def class_without_wrapper(problem: Problem, device: Device) -> str:
@@ -79,7 +81,7 @@ def class_without_wrapper(problem: Problem, device: Device) -> str:
     if scheme.name != "mxfp4" or problem.parallel.is_batched or device.kind != "cuda":
         return ""
     has_cutlass = 100 <= (device.capability or 0) < 120
-    if is_constructed(problem) and has_cutlass:
+    if is_constructed(problem, device) and has_cutlass:
         return CUTLASS_MXFP4
     if scheme.packing in ("quark", "online") and scheme.activations == "mxfp4" and _is_plain(problem):
         asked = problem.lora or problem.batch_invariant  # the list asks the class, which has neither

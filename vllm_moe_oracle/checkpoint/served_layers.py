@@ -16,7 +16,7 @@ from ..measurements.lookup import find_measurements, profile_error
 from ..oracle.backend_names import check_backend_names
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
-from ..oracle.stock_choice import StockChoice, choose_stock
+from ..oracle.stock_choice import StockChoice, choose_stock, is_asked
 from ..releases.all2all import effective_all2all, why_vllm_refuses
 from ..releases.supported import check_platform
 from ..settings import AUTO, Settings
@@ -300,8 +300,9 @@ def _without_backend(
     """What becomes of a layer that no backend runs: it is left to stock vLLM, unless that is known not to run it."""
     failure, left_to = _words(error, candidates, problem), ""
     features = features_for_stock(problem.lora, problem.parallel.is_batched, problem.unpadded_intermediate_size > 0)
-    # A server asks stock vLLM on a CPU only where these need it, and not in place of a backend that the user names.
-    asks = bool(features) or (server.device.kind == "cuda" and moe_backend == AUTO)
+    # Not in place of a backend that the user names.
+    ours = any(moe_backend in each.vllm_names for each in default_registry())
+    asks = is_asked(problem, server.device) and (bool(features) or not ours)
     if server.stands_down:
         left_to, failure = STOCK_ITSELF, f"left to stock vLLM: {server.stands_down}"
     elif not asks or names_backends(server.settings):
@@ -312,7 +313,8 @@ def _without_backend(
         needs = f" {' and '.join(features)}" if features else " it"
         left_to, failure = STOCK_ITSELF, f"left to stock vLLM, if stock vLLM can run{needs}: {failure}"
     else:
-        failure = f"{failure}; stock vLLM {f'runs {stock}, an emulation' if stock.stock_class else stock}"
+        said = f"runs {stock}, an emulation" if stock.stock_class else str(stock)
+        failure = f"{failure}; stock vLLM {'cannot, either' if stock.refusal and stock.refusal in failure else said}"
     return Outcome(None, candidates, stock, error, failure, left_to)
 
 

@@ -151,7 +151,7 @@ def _describe_gain(group: LayerGroup, decision: Decision) -> str:
     if group.gain is not None:
         return str(group.gain)
     if group.runs_stock_kernel:
-        return "none: this is stock vLLM's own kernel"
+        return "none: this is stock vLLM's own kernel" if group.stock.runs else "none, if stock vLLM takes it, too"
     if group.stock.refusal:
         return "none: stock vLLM cannot run it"
     if missing := not_timed(group.problem):

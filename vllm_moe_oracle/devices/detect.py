@@ -137,7 +137,7 @@ def _detect(index: int) -> Device:
                 packages=packages,
                 driver=_driver_version(),
             )
-    return Device("cpu", _cpu_name(), memory_gib=_host_memory_gib(), features=_cpu_features(), packages=packages)
+    return Device("cpu", _cpu_name(), memory_gib=host_memory_gib(), features=_cpu_features(), packages=packages)
 
 
 def _gpu_is_visible() -> bool:
@@ -172,7 +172,16 @@ def _cpu_features() -> tuple[str, ...]:
     return tuple(name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile") if name in flags)
 
 
-def _host_memory_gib() -> float:
+def usable_cores() -> int:
+    """Processor cores that this process may use: those it may run on, or the time that its control group gives it."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, max(1, quota // period))
+    return cores
+
+
+def host_memory_gib() -> float:
     """Memory of this machine, or what its control group leaves to this process if that is less; 0.0 if unknown."""
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 import time
 
 from ..core.objectives import Objective, parse_objective
@@ -40,6 +39,9 @@ COMPILE_SHARES = (0.75, 0.9)
 """Shares of the time in which each backend has to come back from its first call: at first, and where one did not at an
 earlier start. About 10 s of it pass until processes run; measuring compiled kernels takes about 15 s."""
 
+COMPILE_PROCESS_GIB = 3.0
+"""Host memory of a process that compiles, with vLLM, a CUDA context and compilers, somewhat more than less."""
+
 _WRITER_SECONDS = 5.0
 """What each step waits for other processes that write the cache: the other ranks wait for this one."""
 
@@ -65,11 +67,12 @@ def token_counts(objective: Objective) -> tuple[int, ...]:
 
 
 def compile_processes(device: Device, backends: int) -> int:
-    """Number of processes that compile at once: two for each backend on half of the cores; 0 where one process does
-    it."""
+    """Number of processes that compile at once: two for each backend, on half of the cores and in half of the host's
+    memory; 0 where one process does it."""
     if device.kind != "cuda":
         return 0  # nothing of weight compiles there
-    count = min(2 * backends, len(os.sched_getaffinity(0)) // 2)
+    room = detect.host_memory_gib() / 2 // COMPILE_PROCESS_GIB
+    count = min(2 * backends, detect.usable_cores() // 2, int(room))
     return count if count > 1 else 0
 
 

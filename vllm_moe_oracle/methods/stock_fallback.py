@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from .. import settings
+from ..checkpoint.serving import carried_hidden_size
 from ..compat import current_adapter
 from ..compat.layer_context import current_layer
 from ..core.problem import PADDED_EXPERTS, Problem
@@ -31,8 +33,8 @@ class StockFallback(FusedMoEMethodBase):
         """An instance, or one of the stock class where stock vLLM has to serve the layer.
 
         A layer that no backend can run is left to the stock class, if that one has a kernel for it: on a GPU whatever
-        the reason, on a CPU where the layer needs LoRA adapters or a batched all-to-all. A backend that the user names
-        is never replaced. A layer without vLLM's `FusedMoEConfig` is the stock class's, too.
+        the reason, on a CPU where the layer needs what few backends support (`problem.features_for_stock`). A backend
+        that the user names is never replaced. A layer without vLLM's `FusedMoEConfig` is the stock class's, too.
 
         Raises:
             NoBackendError: no backend can run the layer, and neither can the stock class.
@@ -56,7 +58,8 @@ class StockFallback(FusedMoEMethodBase):
         except NoBackendError as error:
             if not features and detect.detect().kind == "cpu":
                 raise
-            return cls._leave_to_stock(error, method.problem, features, *args, **kwargs)
+            problem = method.problem and _as_exchanged(method.problem, moe.moe_parallel_config.all2all_backend)
+            return cls._leave_to_stock(error, problem, features, *args, **kwargs)
 
     @classmethod
     def _leave_to_stock(
@@ -66,7 +69,7 @@ class StockFallback(FusedMoEMethodBase):
 
         Args:
             error: why not.
-            problem: the layer; None where it is not known.
+            problem: the layer, with the hidden size that vLLM gives it; None where it is not known.
             features: what only some backends support and the layer needs.
             args: arguments of the constructor.
             kwargs: likewise.
@@ -86,7 +89,10 @@ class StockFallback(FusedMoEMethodBase):
             method, limitation = None, "can only emulate it"
         if method is not None and problem is not None:
             chosen = getattr(getattr(method, "experts_cls", None), "__name__", "")
-            if ending := load_refusal(problem, detect.detect(), chosen):
+            ending = load_refusal(dataclasses.replace(problem, eplb=False), detect.detect(), chosen)
+            if problem.eplb and not method.supports_eplb:
+                ending = "it does not support EPLB"
+            if ending:
                 method, limitation = None, f"cannot run it: {ending}"
         if method is None:
             needs = f"{' and '.join(features)}: " if features else ""
@@ -110,6 +116,11 @@ class StockFallback(FusedMoEMethodBase):
         method = stock_class.__new__(stock_class)
         stock_class.__init__(method, *args, **kwargs)
         return method
+
+
+def _as_exchanged(problem: Problem, all2all: str) -> Problem:
+    """The layer with the hidden size to which vLLM rounds it up for an all-to-all, before it makes weights."""
+    return dataclasses.replace(problem, hidden_size=max(problem.hidden_size, carried_hidden_size(problem, all2all)))
 
 
 def _is_layer_config(value: Any) -> bool:

@@ -26,7 +26,7 @@ from ..backends._stock_priority import (
 from ..backends._stock_rules import STOCK_GATED, STOCK_UNGATED
 from ..core.decision import Candidate, Decision, Reason
 from ..core.lora import MISAPPLIED_BY_VLLM
-from ..core.problem import MX_BLOCK, Device, Problem
+from ..core.problem import MX_BLOCK, Device, Problem, features_for_stock
 from ..core.sharding import has_act_order, scale_group_size
 from ..releases import min_versions
 from ..releases.min_versions import vllm_at_least_on
@@ -134,18 +134,21 @@ def choose_stock(
     """
     problem, scheme = _evenly_sharded(problem), problem.scheme
     none = StockChoice(unknown="nothing here has its rules for such layers on this machine")
-    if moe_backend != AUTO:
-        return StockChoice(unknown=f"--moe-backend {moe_backend} chooses its kernel")
+    others = tuple(each.name for each in registry if not is_own(each))
+    asked = Settings(allow_activation_quantization=True, disable=others)
+    candidates = evaluate_candidates(problem, device, asked, registry)
+    lost = (reason.detail for each in candidates for reason in each.reasons if reason.code in _NOT_LOADED)
+    if refusal := next(lost, "") or _unsupported_gpu(problem, device):
+        return StockChoice(refusal=refusal)
     if method == "inc" and scheme.name == "wna16":
         return none
     if (scheme.name, scheme.packing) == ("mxfp4", "online") and not _is_known(device, min_versions.ONLINE_MXFP4):
         return none
-    others = tuple(each.name for each in registry if not is_own(each))
-    asked = Settings(allow_activation_quantization=True, disable=others)
-    candidates = evaluate_candidates(problem, device, asked, registry)
-    lost = (reason for each in candidates for reason in each.reasons if reason.code in _NOT_LOADED)
-    if refusal := next(map(str, lost), "") or _unsupported_gpu(problem, device):
-        return StockChoice(refusal=refusal)
+    if moe_backend != AUTO:
+        # Which experts move depends on the class; what the layer's weights need does not.
+        refusal = load_refusal(replace(problem, eplb=False), device, "")
+        chosen = StockChoice(unknown=f"--moe-backend {moe_backend} chooses its kernel")
+        return StockChoice(refusal=refusal) if refusal else chosen
     if device.kind == "cpu" and _is_known(device, min_versions.STOCK_RULES_ON_CPU):
         return _on_cpu(problem, device) or none
     found = None
@@ -156,6 +159,12 @@ def choose_stock(
     stock_class = found.stock_class if found else ""
     refusal = (found.refusal if found else "") or load_refusal(problem, device, stock_class)
     return StockChoice(refusal=refusal) if refusal else found or none
+
+
+def is_asked(problem: Problem, device: Device) -> bool:
+    """Whether a server asks stock vLLM for a layer that no backend runs: on a CPU only where a feature needs it."""
+    needs = features_for_stock(problem.lora, problem.parallel.is_batched, problem.unpadded_intermediate_size > 0)
+    return device.kind == "cuda" or bool(needs)
 
 
 def is_loadable(candidates: Iterable[Candidate]) -> bool:
@@ -228,7 +237,7 @@ def _on_cpu(problem: Problem, device: Device) -> StockChoice | None:
         plain = problem.activation.name == "silu" and problem.activation.gated
         emulation = "Mxfp8EmulationTritonExperts, which needs Triton: AttributeError at the first request"
         return StockChoice(refusal=emulation) if plain or unable else None
-    if scheme == "mxfp4" and is_constructed(problem):
+    if scheme == "mxfp4" and is_constructed(problem, device):
         return StockChoice(refusal="MarlinExperts, which its method takes without asking, needs a GPU")
     if unable:
         return StockChoice(refusal=_no_kernel(scheme))
@@ -255,7 +264,7 @@ def _listed(wrappers: list[Candidate], problem: Problem, device: Device, registr
         device: the machine.
         registry: the backends.
     """
-    if not _has_known_list(problem):
+    if not _has_known_list(problem, device):
         return None
     scheme, fallen_back = problem.scheme, _falls_back(problem)
     if (
@@ -275,7 +284,7 @@ def _listed(wrappers: list[Candidate], problem: Problem, device: Device, registr
             words = "; ".join(reason.detail for reason in asked)
             if {reason.code for reason in asked} == {"dtype"}:
                 return StockChoice(refusal=f"{backend.stock_class_name} {words}, and vLLM does not ask")
-            if is_constructed(problem):
+            if is_constructed(problem, device):
                 rule = f"{backend.stock_class_name} does not take it, and its method does not ask"
                 return StockChoice(refusal=f"{rule} ({words})")
     if scheme.name == "wna16" and scheme.bits not in (4, 8):
@@ -303,7 +312,7 @@ def _asked_reasons(
     # Neither the list for MXFP8 nor the method for MoeWNA16 asks for biases, which their classes then drop.
     if scheme.name == "mxfp8" or is_moe_wna16:
         ignored |= {"bias"}
-    if is_constructed(problem):
+    if is_constructed(problem, device):
         ignored |= {"batch_invariant"}
     claimed = _claimed(backend, problem, device)
     codes = {reason.code for reason in candidate.reasons} - claimed
@@ -348,6 +357,7 @@ def load_refusal(problem: Problem, device: Device, stock_class: str) -> str:
     size, is_marlin = problem.intermediate_size, "Marlin" in stock_class
     moves = scheme.packing in _WITH_EPLB or (scheme.name == "wna16" and stock_class == "TritonWNA16Experts")
     moves &= scheme.packing not in ("gptq", "awq", "moe_wna16")
+    moves |= scheme.packing == "compressed-tensors" and scheme.name == "mxfp4" and not is_constructed(problem, device)
     if problem.eplb and not moves and _is_known(device, _KNOWN_SINCE[scheme.name]):
         return f"NotImplementedError: EPLB is not supported (by its method for {scheme.packing} experts)"
     if scheme.packing == "compressed-tensors-int":
@@ -364,7 +374,7 @@ def load_refusal(problem: Problem, device: Device, stock_class: str) -> str:
             return f'AssertionError: weight_quant.strategy == "group" ({stock_class})'
         if size % max(scheme.group_size, 1):
             return "ValueError: CompressedTensors WNA16 MoE with static group scales requires whole groups"
-    return _constructed_refusal(problem, stock_class) if is_constructed(problem) else ""
+    return _constructed_refusal(problem, stock_class) if is_constructed(problem, device) else ""
 
 
 def _constructed_refusal(problem: Problem, stock_class: str) -> str:
@@ -418,7 +428,7 @@ def _no_kernel(scheme: str) -> str:
     return f"NotImplementedError: No {scheme.upper()} MoE backend supports the deployment configuration"
 
 
-def _has_known_list(problem: Problem) -> bool:
+def _has_known_list(problem: Problem, device: Device) -> bool:
     """Whether the rules know the list of kernels that a layer gets."""
     scheme = problem.scheme
     if scheme.name == "mxfp4":
@@ -426,7 +436,7 @@ def _has_known_list(problem: Problem) -> bool:
             return True
         if scheme.packing in ("gpt_oss", "quark", "online"):
             return scheme.activations == "16bit" or (problem.parallel.is_batched and scheme.activations == "mxfp4")
-        return is_constructed(problem) and not problem.parallel.is_batched
+        return is_constructed(problem, device) and not problem.parallel.is_batched
     if scheme.name == "wna16":
         return scheme.packing in ("gptq", "awq", "compressed-tensors", "moe_wna16")
     return True
@@ -453,7 +463,7 @@ def _is_listed(backend: Backend, problem: Problem, device: Device, fallen_back: 
             return False  # its first lists that have it
         if scheme.packing == "mxfp4":
             return kernel in _LISTED_FOR_HALVES
-        if is_constructed(problem):
+        if is_constructed(problem, device):
             return kernel == "MARLIN"
         return kernel != "TRITON_UNFUSED" and backend.activations(problem) == "16bit"
     if scheme.name == "wna16":

@@ -109,6 +109,9 @@ STOCK_RULES_WNA16 = "0.31.0"
 STOCK_RULES_ON_CPU = "0.32.0"
 """The same for all on a CPU."""
 
+W4A8_MXFP4_LISTED = "0.32.0"
+"""llm-compressor's MXFP4 with activations declared in FP8 has a method of its own, with a list of kernels."""
+
 CUTLASS_MXFP4_LISTED = "0.32.0"
 """vLLM's list of kernels for gpt-oss's format has the one over CUTLASS for MXFP4 on both sides. Where activations are
 declared, kernels that leave them in 16 bits stand in."""

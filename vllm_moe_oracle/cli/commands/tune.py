@@ -21,7 +21,7 @@ from ...measurements.kernel_shape import KernelShape, RoutingKind, Sample, kerne
 from ...measurements.store import Store
 from ...oracle.registry import default_registry
 from ...oracle.selection import decide
-from ...oracle.stock_choice import choose_stock
+from ...oracle.stock_choice import choose_stock, is_asked
 from ...settings import AUTO, Settings, cache_dir, env_var, set_batch_invariant
 from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, layer_arguments, output
 from ..arguments import (
@@ -227,19 +227,20 @@ def _without_stocks(problems: list[Problem], device: Device, settings: Settings)
     measured: list[Problem] = []
     left: dict[str, list[str]] = {}
     for problem in problems:
-        stock_class = ""
+        to_stock = ""
         if not names_backends(settings):
             try:
                 decide(problem, device, settings)
             except NoBackendError:
                 stock = choose_stock(problem, device, default_registry())
-                stock_class = stock.stock_class if stock.runs else ""
-        if stock_class:
-            left.setdefault(stock_class, []).append(problem.layer)
+                if stock.may_run and is_asked(problem, device):
+                    to_stock = f"which runs {stock.stock_class} here" if stock.runs else "if stock vLLM can run it"
+        if to_stock:
+            left.setdefault(to_stock, []).append(problem.layer)
         else:
             measured.append(problem)
-    for stock_class, names in left.items():
-        _print_note(f"{compact_layer_names(names)}: not measured, left to stock vLLM, which runs {stock_class} here")
+    for to_stock, names in left.items():
+        _print_note(f"{compact_layer_names(names)}: not measured, left to stock vLLM, {to_stock}")
     return measured
 
 
