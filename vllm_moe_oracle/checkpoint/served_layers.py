@@ -301,8 +301,7 @@ def _without_backend(
     failure, left_to = _words(error, candidates, problem), ""
     features = features_for_stock(problem.lora, problem.parallel.is_batched, problem.unpadded_intermediate_size > 0)
     # Not in place of a backend that the user names.
-    ours = any(moe_backend in each.vllm_names for each in default_registry())
-    asks = is_asked(problem, server.device) and (bool(features) or not ours)
+    asks = is_asked(problem, server.device) and (bool(features) or moe_backend == AUTO)
     if server.stands_down:
         left_to, failure = STOCK_ITSELF, f"left to stock vLLM: {server.stands_down}"
     elif not asks or names_backends(server.settings):
