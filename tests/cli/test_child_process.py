@@ -214,6 +214,8 @@ def begin() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], int]]]:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # What a shell without job control starts in the background ignores it.
+            preexec_fn=lambda: signal.signal(signal.SIGQUIT, signal.SIG_DFL),
         )
         begun.append(process)
         assert process.stdout is not None
