@@ -90,7 +90,7 @@ class StockFallback(FusedMoEMethodBase):
         if method is not None and problem is not None:
             chosen = getattr(getattr(method, "experts_cls", None), "__name__", "")
             ending = load_refusal(dataclasses.replace(problem, eplb=False), detect.detect(), chosen)
-            if problem.eplb and not method.supports_eplb:
+            if problem.eplb and not getattr(method, "supports_eplb", False):
                 ending = "it does not support EPLB"
             if ending:
                 method, limitation = None, f"cannot run it: {ending}"
