@@ -137,8 +137,9 @@ class Contents:
         codes, scale, zero, index = NAMES[packing]
         inputs_first = packing in INPUTS_FIRST
         found: dict[tuple[int, str, str], Tensor] = {}
+        shards: list[tuple[str, Matrix, int]] = [("w1", "w13", 0), ("w3", "w13", 1), ("w2", "w2", 0)]
         for expert in range(self.problem.num_experts):
-            for shard, matrix, half in (("w1", "w13", 0), ("w3", "w13", 1), ("w2", "w2", 0)):
+            for shard, matrix, half in shards:
                 count = 2 if matrix == "w13" and self.problem.activation.gated else 1
                 if half >= count:
                     continue
