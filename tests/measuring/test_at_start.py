@@ -27,7 +27,7 @@ from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.core.objectives import parse_objective
 from vllm_moe_oracle.core.problem import Problem
-from vllm_moe_oracle.devices import catalog, detect
+from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import bench_records
 from vllm_moe_oracle.measurements.environment import Environment
@@ -290,7 +290,7 @@ def test_slow_compilers_run_beside_each_other_and_a_hang_is_left_out(
     only("stuck", "compiled", "fast")
     monkeypatch.setenv("TEST_COMPILED", str(tmp_path / "compiled"))
     monkeypatch.setattr(precompile, "_run_compile_job", compile_job)
-    monkeypatch.setattr(at_start, "compile_processes", lambda device, backends: backends)
+    monkeypatch.setattr(at_start, "compile_processes", lambda backends, layers: backends)
     monkeypatch.setattr(bench_records, "_SILENCE_SHARES", (5 / 150, 10 / 150))
     monkeypatch.setattr(bench_records, "_MIN_SILENCE", 1.0)
     monkeypatch.setattr(at_start, "COMPILE_SHARES", (0.6, 0.7))
@@ -313,7 +313,6 @@ def test_slow_compilers_run_beside_each_other_and_a_hang_is_left_out(
 
 
 def test_processes_that_compile_are_few_on_few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    h200 = catalog.known_device("nvidia-h200")
     cases = (
         (2, 99, 3, 0),
         (4, 99, 3, 2),
@@ -326,8 +325,9 @@ def test_processes_that_compile_are_few_on_few_cores(monkeypatch: pytest.MonkeyP
     for cores, gib, backends, expected in cases:
         monkeypatch.setattr(detect, "usable_cores", lambda cores=cores: cores)
         monkeypatch.setattr(detect, "host_memory_gib", lambda gib=gib: gib)
-        assert at_start.compile_processes(h200, backends) == expected
-        assert at_start.compile_processes(catalog.known_device("cpu"), backends) == 0
+        assert at_start.compile_processes(backends, 99) == expected
+        assert at_start.compile_processes(backends, 1) == at_start.compile_processes(backends, 0) == 0
+        assert at_start.compile_processes(backends, 3) == min(expected, 3)
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ from ..measurements.lookup import find_measurements, profile_error
 from ..oracle.backend_names import check_backend_names
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
-from ..oracle.stock_choice import StockChoice, choose_stock, is_asked
+from ..oracle.stock_choice import StockChoice, choose_stock, left_to_stock
 from ..releases.all2all import effective_all2all, why_vllm_refuses
 from ..releases.supported import check_platform
 from ..settings import AUTO, Settings
@@ -300,18 +300,14 @@ def _without_backend(
     """What becomes of a layer that no backend runs: it is left to stock vLLM, unless that is known not to run it."""
     failure, left_to = _words(error, candidates, problem), ""
     features = features_for_stock(problem.lora, problem.parallel.is_batched, problem.unpadded_intermediate_size > 0)
+    words = left_to_stock(problem, server.device, stock)
     # Not in place of a backend that the user names.
-    asks = is_asked(problem, server.device) and (bool(features) or moe_backend == AUTO)
+    is_named = names_backends(server.settings) or (moe_backend != AUTO and not features)
     if server.stands_down:
         left_to, failure = STOCK_ITSELF, f"left to stock vLLM: {server.stands_down}"
-    elif not asks or names_backends(server.settings):
-        pass
-    elif stock.runs:
-        left_to, failure = stock.stock_class, f"left to stock vLLM, which runs {stock.stock_class} here: {failure}"
-    elif stock.may_run:
-        needs = f" {' and '.join(features)}" if features else " it"
-        left_to, failure = STOCK_ITSELF, f"left to stock vLLM, if stock vLLM can run{needs}: {failure}"
-    else:
+    elif words and not is_named:
+        left_to, failure = stock.stock_class if stock.runs else STOCK_ITSELF, f"{words}: {failure}"
+    elif not stock.may_run and not is_named and (features or server.device.kind == "cuda"):
         said = f"runs {stock}, an emulation" if stock.stock_class else str(stock)
         failure = f"{failure}; stock vLLM {'cannot, either' if stock.refusal and stock.refusal in failure else said}"
     return Outcome(None, candidates, stock, error, failure, left_to)

@@ -12,7 +12,7 @@ import math
 import time
 
 from ..core.objectives import Objective, parse_objective
-from ..core.problem import Device, Problem
+from ..core.problem import Problem
 from ..devices import detect
 from ..errors import MeasurementError
 from ..measurements.bench_records import may_be_slow, needs_longer, silence_limits
@@ -66,13 +66,16 @@ def token_counts(objective: Objective) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def compile_processes(device: Device, backends: int) -> int:
+def compile_processes(backends: int, layers: int) -> int:
     """Number of processes that compile at once: two for each backend, on half of the cores and in half of the host's
-    memory; 0 where one process does it."""
-    if device.kind != "cuda":
-        return 0  # nothing of weight compiles there
+    memory; 0 where one process does it.
+
+    Args:
+        backends: number of backends.
+        layers: number of layers that fit into free device memory, one a process.
+    """
     room = detect.host_memory_gib() / 2 // COMPILE_PROCESS_GIB
-    count = min(2 * backends, detect.usable_cores() // 2, int(room))
+    count = min(2 * backends, layers, detect.usable_cores() // 2, int(room))
     return count if count > 1 else 0
 
 
@@ -135,11 +138,11 @@ def measure(
         backends=names,
         silence=last if again else first,
     )
-    processes = compile_processes(device, len(names))
+    fitting = 0  # on a CPU nothing of weight compiles
     if device.kind == "cuda" and tuning.is_incomplete(problem, device, settings, store, options):
         free = _check_memory(required_bytes(problem, len(names), max(counts)))
-        processes = min(processes, free // required_bytes(problem, 1, max(counts)))
-    jobs = processes if processes > 1 else 0
+        fitting = free // required_bytes(problem, 1, max(counts))
+    jobs = compile_processes(len(names), fitting)
     options = dataclasses.replace(options, jobs=jobs, budget=max(0.0, end - time.monotonic()))
     ((_, outcome),) = tuning.tune([problem], device, settings, store, options, (), progress).items()
     failed = {each.backend: each for each in outcome.samples if each.failure}

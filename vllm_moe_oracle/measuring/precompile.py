@@ -96,7 +96,7 @@ class Precompiled:
         phase_seconds: seconds of the workers by layer and phase: ``building NAME beforehand``; ``compiling NAME
             beforehand`` for calls with kernels that no earlier layer compiled; ``again NAME beforehand`` for all calls
             after that.
-        lost: why a backend's process ended in the last attempt at a job; "" if others ended it.
+        lost: why a backend's process ended in the last attempt at a job, unless others ended it.
         waited: of a backend that had not come back from its first call when the time was spent, the seconds since it
             was given a job: with the layer's conversion.
     """
@@ -193,6 +193,7 @@ def precompile(
     returned: set[tuple[str, str]] = set()
     done = 0
     limits = worker_pool.Limits(until=None if seconds is None else begin + seconds)
+    ended_by_others: set[tuple[str, str]] = set()
     said = f"compiling in {workers} process{'es' * (workers > 1)}"
     progress(said, done, len(jobs))
     events = worker_pool.run_tasks(_run_compile_job, jobs, worker_gpus, 2, quiet=True, limits=limits)
@@ -209,7 +210,10 @@ def precompile(
             done += 1
             progress(said, done, len(jobs))
             if event.kind == "lost":
-                found.lost[job.of] = "" if event.by_others else event.value
+                if event.by_others:
+                    ended_by_others.add(job.of)
+                else:
+                    found.lost[job.of] = event.value
                 words = f"{job.problem.layer}: {job.backend} is not compiled beforehand: {event.value}"
                 progress(words, done, len(jobs))
             else:
@@ -218,7 +222,8 @@ def precompile(
                     progress(f"{job.problem.layer}: {job.backend} with {why}", done, len(jobs))
                 _add_phases(found.phase_seconds.setdefault(job.problem.layer, {}), job, event.value)
     end = time.monotonic()
-    found.waited.update((each, end - since) for each, since in begun.items() if each not in returned | {*found.lost})
+    known = returned | ended_by_others | {*found.lost}
+    found.waited.update((each, end - since) for each, since in begun.items() if each not in known)
     progress(f"compiled for {end - begin:.0f} s", done, len(jobs))
     return found
 

@@ -30,7 +30,7 @@ from ..measurements import lookup
 from ..methods.measure_hook import Progress
 from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import decide, is_final, remaining_candidates
-from ..oracle.stock_choice import choose_stock, is_asked
+from ..oracle.stock_choice import choose_stock, left_to_stock
 from ..oracle.watchdog import doing
 from ..releases.gemma_norms import has_gemma_norms
 from ..settings import AUTO, Settings, env_var
@@ -182,10 +182,8 @@ class Verification:
         except NoBackendError as error:
             words = f"{error.rule}. {error.remedy}" if error.remedy else error.rule
             stock = choose_stock(problem, self.device, self.registry)
-            if not stock.may_run or not is_asked(problem, self.device):
-                return LayerPlan(problem, None, words)
-            left = f"which runs {stock.stock_class} here" if stock.runs else "if stock vLLM can run it"
-            return LayerPlan(problem, None, f"left to stock vLLM, {left}", is_stock=True)
+            left = left_to_stock(problem, self.device, stock)
+            return LayerPlan(problem, None, left or words, is_stock=bool(left))
         return LayerPlan(problem, made)
 
     def _identity(self, config: CheckpointFiles) -> str:

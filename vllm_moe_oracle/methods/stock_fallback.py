@@ -89,6 +89,7 @@ class StockFallback(FusedMoEMethodBase):
             method, limitation = None, "can only emulate it"
         if method is not None and problem is not None:
             chosen = getattr(getattr(method, "experts_cls", None), "__name__", "")
+            # Which experts move, the method itself says.
             ending = load_refusal(dataclasses.replace(problem, eplb=False), detect.detect(), chosen)
             if problem.eplb and not getattr(method, "supports_eplb", False):
                 ending = "it does not support EPLB"

@@ -72,6 +72,9 @@ _BATCH_INVARIANT = {
 }
 """Classes behind wrappers that claim batch invariance, which nothing here proves, and the first release that does."""
 
+_NO_WHOLE_GROUPS = "ValueError: CompressedTensors WNA16 MoE with static group scales requires whole groups"
+"""What stock says where it makes the weights of such shards; its oldest releases have other words."""
+
 _WITH_EPLB = ("mxfp4", "quark", "online")
 """Packings whose stock methods move experts between ranks, whatever class they run."""
 
@@ -161,10 +164,22 @@ def choose_stock(
     return StockChoice(refusal=refusal) if refusal else found or none
 
 
-def is_asked(problem: Problem, device: Device) -> bool:
-    """Whether a server asks stock vLLM for a layer that no backend runs: on a CPU only where a feature needs it."""
+def left_to_stock(problem: Problem, device: Device, stock: StockChoice) -> str:
+    """That a server leaves a layer that no backend runs to stock vLLM, in words; "" where it does not. On a CPU it asks
+    stock vLLM only where a feature needs it.
+
+    Args:
+        problem: the layer.
+        device: the machine.
+        stock: what stock vLLM does with it.
+    """
     needs = features_for_stock(problem.lora, problem.parallel.is_batched, problem.unpadded_intermediate_size > 0)
-    return device.kind == "cuda" or bool(needs)
+    if not stock.may_run or not (needs or device.kind == "cuda"):
+        return ""
+    does = (
+        f"which runs {stock.stock_class} here" if stock.runs else f"if stock vLLM can run {' and '.join(needs) or 'it'}"
+    )
+    return f"left to stock vLLM, {does}"
 
 
 def is_loadable(candidates: Iterable[Candidate]) -> bool:
@@ -373,7 +388,7 @@ def load_refusal(problem: Problem, device: Device, stock_class: str) -> str:
         if scheme.group_size == -1 and stock_class and not is_marlin:
             return f'AssertionError: weight_quant.strategy == "group" ({stock_class})'
         if size % max(scheme.group_size, 1):
-            return "ValueError: CompressedTensors WNA16 MoE with static group scales requires whole groups"
+            return _NO_WHOLE_GROUPS
     return _constructed_refusal(problem, stock_class) if is_constructed(problem, device) else ""
 
 
@@ -404,7 +419,7 @@ def _cut_groups(problem: Problem) -> str:
         return ""
     if scheme.name == "wna16":
         if scheme.packing == "compressed-tensors":
-            return "ValueError: CompressedTensors WNA16 MoE with static group scales requires whole groups"
+            return _NO_WHOLE_GROUPS
         return f"AssertionError: group_size >= 32 (ranks cut groups of {scheme.group_size}, which it halves to 32)"
     if scheme.name == "mxfp8" and scheme.packing == "modelopt":
         return f"ValueError: MXFP8 MoE requires intermediate_size_per_partition divisible by 32, got {size}"

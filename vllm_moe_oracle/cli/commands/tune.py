@@ -21,7 +21,7 @@ from ...measurements.kernel_shape import KernelShape, RoutingKind, Sample, kerne
 from ...measurements.store import Store
 from ...oracle.registry import default_registry
 from ...oracle.selection import decide
-from ...oracle.stock_choice import choose_stock, is_asked
+from ...oracle.stock_choice import choose_stock, left_to_stock
 from ...settings import AUTO, Settings, cache_dir, env_var, set_batch_invariant
 from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, layer_arguments, output
 from ..arguments import (
@@ -233,14 +233,13 @@ def _without_stocks(problems: list[Problem], device: Device, settings: Settings)
                 decide(problem, device, settings)
             except NoBackendError:
                 stock = choose_stock(problem, device, default_registry())
-                if stock.may_run and is_asked(problem, device):
-                    to_stock = f"which runs {stock.stock_class} here" if stock.runs else "if stock vLLM can run it"
+                to_stock = left_to_stock(problem, device, stock)
         if to_stock:
             left.setdefault(to_stock, []).append(problem.layer)
         else:
             measured.append(problem)
     for to_stock, names in left.items():
-        _print_note(f"{compact_layer_names(names)}: not measured, left to stock vLLM, {to_stock}")
+        _print_note(f"{compact_layer_names(names)}: not measured, {to_stock}")
     return measured
 
 
