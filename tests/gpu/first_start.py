@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.gpu import serve  # noqa: E402
+
+MEASURED = r"measuring, [1-9]\d* of \d+"  # progress, once a time is kept
 
 SERVER = """
 import sys, time
@@ -94,12 +97,13 @@ class Starts:
         self, name: str, model: str, cache: Path, expected: tuple[str, ...], absent: tuple[str, ...] = (),
         kill_at: str = "",
     ) -> None:  # fmt: skip
-        """One start. It has to say `expected`, not `absent`, and to serve unless it is killed at the line `kill_at`."""
+        """One start. It has to say `expected`, not `absent`, and to serve, unless it is killed where a line first has
+        the expression `kill_at`."""
         begin, process = time.monotonic(), self.popen(model, cache)
         lines = []
         for line in process.stdout or ():
             lines.append(line.rstrip())
-            if kill_at and kill_at in line:
+            if kill_at and re.search(kill_at, line):
                 os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         said = [line.partition("moe_oracle: ")[2] for line in lines if "moe_oracle: " in line]
@@ -154,7 +158,7 @@ def main() -> int:
             says, silent = ((measured,), ()) if left else ((served,), (measuring, measured))
             starts.start("second", first, folder / "cache", says, silent)
         if "kill" in parts:
-            starts.start("killed", other, folder / "killed", (measuring,), (), " 4 tokens, uniform")
+            starts.start("killed", other, folder / "killed", (measuring,), (), MEASURED)
             starts.start("after the kill", other, folder / "killed", (measured,))
         if "disk" in parts:
             full = folder / "full"
