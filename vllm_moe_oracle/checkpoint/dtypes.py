@@ -57,7 +57,7 @@ def served_dtype(config: CheckpointFiles, asked: str = AUTO, capability: int = 0
     found = next((part[name] for part in parts for name in ("dtype", "torch_dtype") if part.get(name)), None)
     stored = "float32" if found is None else _NAMES.get(str(found).removeprefix("torch."))
     if stored is None:
-        raise CheckpointError(f"unknown dtype {short_repr(found)}", where=str(config.path))
+        raise CheckpointError(f"unknown dtype {short_repr(found)}", where=config.where)
     if asked != AUTO:
         return asked, ""
     has_bfloat16 = not 0 < capability < _BFLOAT16_CAPABILITY

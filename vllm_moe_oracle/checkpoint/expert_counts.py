@@ -6,38 +6,19 @@ experts that the files lack as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import DamagedCheckpointError
 from ..quantization.fields import shortened
-from ..quantization.types import LayerNames
 from .files import CheckpointFiles
-from .layer_names import compact_layer_names, index_ranges
+from .layer_names import ExpertLayer, compact_layer_names, index_ranges
 from .model_fields import NUM_EXPERTS_FIELDS
 from .tensor_headers import INDEX_NAME, ExpertTensors, has_all_files, holds_no_experts, indexed_names, missing_files
 
 
-@dataclass(frozen=True, slots=True)
-class CountedLayer:
-    """A layer and its number of experts by the config.
-
-    Attributes:
-        names: the layer's names.
-        experts: experts by the config; 0 where it does not say.
-        is_checked: the layer's experts are quantized when they serve. Of all others only the names matter here.
-        is_draft: the layer is one of a multi-token prediction module. A server that does not use it loads the rest.
-    """
-
-    names: LayerNames
-    experts: int
-    is_checked: bool
-    is_draft: bool = False
-
-
 def check_expert_counts(
-    config: CheckpointFiles, layers: Iterable[CountedLayer], found: Mapping[str, ExpertTensors]
+    config: CheckpointFiles, layers: Sequence[ExpertLayer], found: Mapping[str, ExpertTensors]
 ) -> list[str]:
     """Refuses files that hold other experts than the config says.
 
@@ -57,12 +38,11 @@ def check_expert_counts(
         DamagedCheckpointError: of some other layers the files hold experts that the config does not count, or lack some
             of those that it counts.
     """
-    layers = tuple(layers)
     if config.folder is None or not layers:
         return []
     absences = _check_absences(config, config.folder, layers, found)
     is_complete = has_all_files(config.folder)
-    by_module: dict[str, dict[int, CountedLayer]] = {}
+    by_module: dict[str, dict[int, ExpertLayer]] = {}
     for layer in layers:
         for module, first in layer.names.modules_in_files():
             if module in found:
@@ -70,13 +50,13 @@ def check_expert_counts(
     errors: dict[tuple[str, str], list[str]] = {}
     notes: dict[tuple[str, str], list[str]] = {}
     for module, sharing in by_module.items():
-        checked = next((layer for layer in sharing.values() if layer.is_checked), None)
-        if checked is None or not all(layer.experts for layer in sharing.values()):
+        checked = next((layer for layer in sharing.values() if layer.is_quantized), None)
+        if checked is None or not all(layer.num_experts for layer in sharing.values()):
             continue
-        numbers = {first + index for first, layer in sharing.items() for index in range(layer.experts)}
+        numbers = {first + index for first, layer in sharing.items() for index in range(layer.num_experts)}
         field = _field(config) if len(sharing) == 1 else ""
         if words := _difference(found[module], numbers, field, is_complete):
-            (notes if checked.is_draft else errors).setdefault(words, []).append(checked.names.modules[0])
+            (notes if checked.is_mtp else errors).setdefault(words, []).append(checked.name)
     for (rule, remedy), names in errors.items():
         raise DamagedCheckpointError(rule, remedy, f"{config.path}, {compact_layer_names(names)}")
     said = [
@@ -87,7 +67,7 @@ def check_expert_counts(
 
 
 def _check_absences(
-    config: CheckpointFiles, folder: Path, layers: Iterable[CountedLayer], found: Mapping[str, ExpertTensors]
+    config: CheckpointFiles, folder: Path, layers: Sequence[ExpertLayer], found: Mapping[str, ExpertTensors]
 ) -> list[str]:
     """Refuses layers of which the files hold no expert, and returns a note on those for multi-token prediction. Where
     files of the index are missing, no more than a note on them.
@@ -99,43 +79,41 @@ def _check_absences(
         rule = f"{len(missing)} of {len(indexed_names(folder) or ())} files of {INDEX_NAME} are not here"
         rule += f", such as {shortened(missing[0])}: a server does not start before they are"
         return [f"{rule}. The answer is by the config"]
-    layers = tuple(layers)
     if error := absence_error(config, layers, found):
         raise error
-    drafts = [layer.names.modules[0] for layer in absent_layers(config, layers, found) if layer.is_draft]
+    drafts = [layer.name for layer in absent_layers(config, layers, found) if layer.is_mtp]
     rule = "the files hold none of their experts: speculative decoding with these layers has nothing to load"
     return [f"{compact_layer_names(drafts)}: {rule}"] if drafts else []
 
 
 def absent_layers(
-    config: CheckpointFiles, layers: Iterable[CountedLayer], found: Mapping[str, ExpertTensors]
-) -> list[CountedLayer]:
+    config: CheckpointFiles, layers: Sequence[ExpertLayer], found: Mapping[str, ExpertTensors]
+) -> list[ExpertLayer]:
     """The layers of which files hold no expert. Files that hold none of the model itself are not judged if a tensor may
     be an expert's: a folder may have its layers for multi-token prediction alone, and all names may be unknown.
 
     Arguments are those of `check_expert_counts`.
     """
     held = {layer: any(name in found for name, _ in layer.names.modules_in_files()) for layer in layers}
-    if not any(is_held for layer, is_held in held.items() if not layer.is_draft):
+    if not any(is_held for layer, is_held in held.items() if not layer.is_mtp):
         is_judged = held and not found and config.folder is not None and holds_no_experts(config.folder)
         if not is_judged:
             return []
-    return [layer for layer, is_held in held.items() if not is_held and layer.is_checked]
+    return [layer for layer, is_held in held.items() if not is_held and layer.is_quantized]
 
 
 def absence_error(
-    config: CheckpointFiles, layers: Iterable[CountedLayer], found: Mapping[str, ExpertTensors]
+    config: CheckpointFiles, layers: Sequence[ExpertLayer], found: Mapping[str, ExpertTensors]
 ) -> DamagedCheckpointError | None:
     """Why the files cannot be served, if they hold no expert of a layer: vLLM may take it for an unquantized one, and
     serves what its memory holds. None if they hold some of each layer, but for multi-token prediction.
 
     Arguments are those of `check_expert_counts`.
     """
-    layers = tuple(layers)
-    absent = {layer.names.modules[0] for layer in absent_layers(config, layers, found) if not layer.is_draft}
+    absent = {layer.name for layer in absent_layers(config, layers, found) if not layer.is_mtp}
     if not absent or config.folder is None:
         return None
-    names = [layer.names.modules[0] for layer in layers if not layer.is_draft]
+    names = [layer.name for layer in layers if not layer.is_mtp]
     held = [name for name in names if name not in absent]
     rule = f"the files hold no expert of {len(absent)} of {len(names)} MoE layers"
     rule += f", and those of {compact_layer_names(held)}" if held else ""

@@ -46,6 +46,31 @@ class CheckpointFiles:
     folder: Path | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def where(self) -> str:
+        """The file, for messages."""
+        return str(self.path)
+
+    @property
+    def model_type(self) -> str:
+        """The ``model_type`` of the language model; "" where the config has none."""
+        return str(self.model_config.get("model_type") or self.full_config.get("model_type") or "")
+
+    @property
+    def architectures(self) -> list[str]:
+        """The model's classes, as its config names them; none where it does not.
+
+        Raises:
+            CheckpointError: they are not a list of names, which vLLM refuses.
+        """
+        found = self.full_config.get("architectures")
+        if found is None:
+            return []
+        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+            rule = f"architectures is {short_repr(found)}, not a list of names: a server does not start"
+            raise CheckpointError(rule, 'Write the model\'s class, such as ["Qwen3MoeForCausalLM"]', self.where)
+        return found
+
 
 def read_checkpoint(path: Path | str, needs_tensors: bool = False) -> CheckpointFiles:
     """Reads the files that describe a checkpoint.

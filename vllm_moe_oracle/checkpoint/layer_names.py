@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
+from ..core.problem import Scheme
 from ..errors import CheckpointError, LeftToStockError
 from ..quantization.fields import short_repr
-from ..quantization.types import GATED_PROJECTIONS, NUMBERED_PROJECTION_MODELS, UNGATED_PROJECTIONS, LayerNames
+from ..quantization.types import (
+    GATED_PROJECTIONS,
+    NUMBERED_PROJECTION_MODELS,
+    UNGATED_PROJECTIONS,
+    ExpertFormat,
+    LayerNames,
+)
 from ..releases.expert_names import projection_names
 from .files import CheckpointFiles
 from .missing_fields import FIRST_LAYER_FIELDS, states_first_layer
@@ -19,11 +26,11 @@ from .model_fields import (
     NUM_EXPERTS_FIELDS,
     NUM_LAYERS_FIELDS,
     UNGATED_MODELS,
-    architectures,
+    count_experts,
     kinds_of_experts,
-    model_type,
     num_layers,
     read_integer,
+    read_optional_integer,
 )
 
 # Where vLLM keeps the experts inside a decoder layer; "mlp" unless listed, "" for the layer itself. MiniMax-M2's
@@ -62,15 +69,52 @@ MTP_COUNT_FIELDS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidd
 _DENSE_MODEL_REMEDY = "Only experts are decided here; of all other layers vLLM chooses the kernels itself"
 
 
-def moe_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[tuple[int, int], LayerNames]:
-    """Names of the layers that have experts, by index and by kind of experts (`kinds_of_experts`), for a release of
-    vLLM; None for the newest.
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertLayer:
+    """A MoE layer of a model; of a model with two kinds of experts in a layer, one kind.
+
+    Attributes:
+        config: the checkpoint's, as it is for these experts (`kinds_of_experts`).
+        index: the layer's number.
+        names: the experts' names.
+        is_mtp: the layer is one of a multi-token prediction module. A server that does not use it loads the rest.
+        format: how the experts are stored, where it was looked up.
+    """
+
+    config: CheckpointFiles
+    index: int
+    names: LayerNames
+    is_mtp: bool = False
+    format: ExpertFormat = None
+
+    @property
+    def name(self) -> str:
+        """vLLM's name."""
+        return self.names.modules[0]
+
+    @property
+    def num_experts(self) -> int:
+        """Experts by the config; 0 where it does not say."""
+        return count_experts(self.config, self.index)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the experts are in a scheme that this package reads when they serve."""
+        return isinstance(self.format, Scheme)
+
+
+def expert_layers(config: CheckpointFiles, vllm: str | None = None) -> list[ExpertLayer]:
+    """The layers that have experts, without multi-token prediction modules.
+
+    Args:
+        config: the checkpoint's.
+        vllm: the release of vLLM; None for the newest.
 
     Raises:
         LeftToStockError: no layer has any.
         CheckpointError: the file is no model's config, or a field has a value that it cannot have.
     """
-    model, where = config.model_config, str(config.path)
+    model, where = config.model_config, config.where
     if not any(config.full_config.get(name) for name in _MODEL_FIELDS):
         rule = f"is not the config of a model: none of {', '.join(_MODEL_FIELDS)} is set"
         remedy = (
@@ -79,25 +123,25 @@ def moe_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[tu
             else "Give the model's config.json"
         )
         raise CheckpointError(rule, remedy, where)
-    _check_lists_of_layers(model, where)
+    _check_lists_of_layers(config)
     if not any(model.get(name) for name in NUM_EXPERTS_FIELDS):
         none = next((f"{name} is {model[name]}" for name in NUM_EXPERTS_FIELDS if name in model), "")
         rule = none or f"none of {', '.join(NUM_EXPERTS_FIELDS)} is set"
         raise LeftToStockError(f"it has no MoE layers ({rule})", _DENSE_MODEL_REMEDY, where)
-    if model_type(config) in _WITHOUT_MOE_LAYERS:
-        rule = f"vLLM's code of {model_type(config)} computes its experts itself, without a MoE layer"
+    if config.model_type in _WITHOUT_MOE_LAYERS:
+        rule = f"vLLM's code of {config.model_type} computes its experts itself, without a MoE layer"
         raise LeftToStockError(rule, "Kernels are chosen for vLLM's MoE layers only", where)
     total, kinds = num_layers(config), kinds_of_experts(config)
-    places = [
-        (index, kind)
+    found = [
+        ExpertLayer(part, index, _layer_names(config, index, vllm, kind))
         for index in range(total)
-        for kind, (_, part) in enumerate(kinds)
-        if _is_moe_layer(part.model_config, index, where)
+        for kind, part in kinds
+        if _is_moe_layer(part, index)
     ]
-    if not places:
+    if not found:
         rule = f"it has no MoE layers (by its config, none of the {total} layers has experts)"
         raise LeftToStockError(rule, _DENSE_MODEL_REMEDY, where)
-    return {(index, kind): _layer_names(config, index, vllm, kinds[kind][0]) for index, kind in places}
+    return found
 
 
 _WITHOUT_MOE_LAYERS = frozenset({"arctic", "minicpm", "minicpm3", "moondream3", "moondream3_text", "nomic_bert"})
@@ -114,7 +158,7 @@ def unread_experts(config: CheckpointFiles) -> str:
         return ""
     if field := _field_of_experts(config.full_config):
         return f"{field} describes its experts, which this release does not read"
-    kinds = [model_type(config), *architectures(config)]
+    kinds = [config.model_type, *config.architectures]
     kind = next((each for each in kinds if "moe" in each.lower()), "")
     names = ", ".join(NUM_EXPERTS_FIELDS)
     return f"{short_repr(kind)} is a name of models with experts, and none of {names} is set" if kind else ""
@@ -148,16 +192,13 @@ def all_layer_names(config: CheckpointFiles, vllm: str | None = None) -> list[La
     return [_layer_names(config, index, vllm) for index in range(num_layers(config))]
 
 
-def mtp_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[tuple[int, int], LayerNames]:
+def mtp_layers(config: CheckpointFiles, vllm: str | None = None) -> list[ExpertLayer]:
     """The same for the layers of multi-token prediction (MTP) modules."""
-    model, where = config.model_config, str(config.path)
-    if model_type(config) not in MTP_MODELS or not model.get(MTP_COUNT_FIELDS[0]):
-        return {}
-    count, total = (
-        read_integer(model, names, where, MAX_LAYERS) for names in (MTP_COUNT_FIELDS[:1], NUM_LAYERS_FIELDS)
-    )
-    indices = [index for index in range(total, total + count) if _is_moe_layer(model, index, where, is_mtp=True)]
-    return {(index, 0): _layer_names(config, index, vllm) for index in indices}
+    if config.model_type not in MTP_MODELS or not config.model_config.get(MTP_COUNT_FIELDS[0]):
+        return []
+    count, total = (read_integer(config, names, MAX_LAYERS) for names in (MTP_COUNT_FIELDS[:1], NUM_LAYERS_FIELDS))
+    indices = [index for index in range(total, total + count) if _is_moe_layer(config, index, is_mtp=True)]
+    return [ExpertLayer(config, index, _layer_names(config, index, vllm), is_mtp=True) for index in indices]
 
 
 _LISTS_OF_LAYERS = (
@@ -171,8 +212,9 @@ PLACE_FIELDS = (
 _CHARS_OF_AN_INDEX = 6  # with comma and space
 
 
-def _check_lists_of_layers(model: Mapping[str, Any], where: str) -> None:
+def _check_lists_of_layers(config: CheckpointFiles) -> None:
     """Refuses fields that list more layers than a model has: every layer is looked up in them."""
+    model, where = config.model_config, config.where
     for name in _LISTS_OF_LAYERS:
         if isinstance(model.get(name), list) and len(model[name]) > MAX_LAYERS:
             raise CheckpointError(f"{name} lists {len(model[name])} layers, more than {MAX_LAYERS}", where=where)
@@ -181,22 +223,22 @@ def _check_lists_of_layers(model: Mapping[str, Any], where: str) -> None:
         raise CheckpointError(f"moe_layers_enum has {len(enumerated)} characters, more than {most}", where=where)
 
 
-def _is_moe_layer(model: Mapping[str, Any], index: int, where: str, is_mtp: bool = False) -> bool:
+def _is_moe_layer(config: CheckpointFiles, index: int, is_mtp: bool = False) -> bool:
     """Whether a layer has experts.
 
     Args:
-        model: the config of the language model.
+        config: the checkpoint's.
         index: the layer's index.
-        where: the file, for messages.
         is_mtp: the layer is one of an MTP module, after the decoder layers. Lists of layers that end before it do not
             apply, as in vLLM's classes.
     """
-    listed = _listed_as_moe(model, index, is_mtp)
-    return _has_experts_by_interval(model, index, where) if listed is None else listed
+    listed = _listed_as_moe(config, index, is_mtp)
+    return _has_experts_by_interval(config, index) if listed is None else listed
 
 
-def _listed_as_moe(model: Mapping[str, Any], index: int, is_mtp: bool) -> bool | None:
+def _listed_as_moe(config: CheckpointFiles, index: int, is_mtp: bool) -> bool | None:
     """What the first field that lists the layers says; None where no field lists them."""
+    model = config.model_config
     for field, words in (
         ("hybrid_override_pattern", ("E",)),
         ("mlp_layer_types", ("sparse", "moe")),
@@ -225,13 +267,12 @@ _COUNTED_FROM_FIRST = ("sarvam_moe", "sarvam_mla")
 """Model types whose ``moe_layer_freq`` counts from the first layer with experts."""
 
 
-def _has_experts_by_interval(model: Mapping[str, Any], index: int, where: str) -> bool:
+def _has_experts_by_interval(config: CheckpointFiles, index: int) -> bool:
     """Whether every range and every interval that the config states includes the layer."""
+    model = config.model_config
 
     def number(field: str) -> int | None:
-        if model.get(field) is None:
-            return None
-        return read_integer(model, (field,), where, MAX_LAYERS, least=0)
+        return read_optional_integer(config, field, MAX_LAYERS)
 
     by_default = 0 if states_first_layer(model) else _FIRST_DENSE.get(str(model.get("model_type")), 0)
     first = next(filter(None, map(number, FIRST_LAYER_FIELDS)), by_default)
@@ -255,7 +296,7 @@ def _has_experts_by_interval(model: Mapping[str, Any], index: int, where: str) -
 
 def _layer_names(config: CheckpointFiles, index: int, vllm: str | None, experts: str = "experts") -> LayerNames:
     """vLLM's name of a layer's experts, then the names that checkpoints may use."""
-    kind = model_type(config)
+    kind = config.model_type
     block = _MOE_BLOCKS.get(kind, "mlp")
     nested = config.has_text_config or kind in _NESTED_MODELS
     root = "language_model.model" if nested else "model"
@@ -270,16 +311,9 @@ def _layer_names(config: CheckpointFiles, index: int, vllm: str | None, experts:
         projections[kind in NUMBERED_PROJECTION_MODELS],
         projection_names(kind, vllm),
         _file_modules(config, index, modules, block, experts),
-        _num_experts(config, experts),
+        count_experts(config, index) if experts == "experts" else 0,  # ERNIE-4.5-VL's files number them otherwise
         kind in ERNIE_VL_MODELS,
     )
-
-
-def _num_experts(config: CheckpointFiles, experts: str) -> int:
-    """The number of experts of a layer; 0 where the config does not say, or checkpoints number them otherwise."""
-    value = next((config.model_config[name] for name in NUM_EXPERTS_FIELDS if config.model_config.get(name)), 0)
-    known = experts == "experts" and isinstance(value, int) and not isinstance(value, bool)
-    return value if known and 0 < value <= MAX_EXPERTS else 0
 
 
 _FILE_ROOTS = ("thinker.model.layers", "language.model.layers", "layers")
@@ -301,7 +335,7 @@ def _file_modules(
     for other, part in kinds_of_experts(config):
         if other == kind:
             break
-        first += read_integer(part.model_config, NUM_EXPERTS_FIELDS, str(config.path), MAX_EXPERTS)
+        first += read_integer(part, NUM_EXPERTS_FIELDS, MAX_EXPERTS)
     return tuple((f"{each.removesuffix(kind)}experts", first) for each in modules)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..core import activations
@@ -14,6 +14,7 @@ from ..quantization.fields import read_boolean, read_string, short_repr, shorten
 from ..quantization.gpt_oss import reject_compressed_tensors
 from ..releases.expert_names import min_expert_width
 from .files import CheckpointFiles
+from .layer_names import ExpertLayer
 from .missing_fields import has_known_defaults
 from .model_fields import (
     ERNIE_VL_MODELS,
@@ -22,11 +23,11 @@ from .model_fields import (
     MAX_RANKS,
     NUM_EXPERTS_FIELDS,
     UNGATED_MODELS,
-    model_type,
     num_layers,
-    read_count,
+    positive_integer,
     read_float,
     read_integer,
+    read_optional_integer,
 )
 from .ranks import Ranks
 
@@ -92,21 +93,12 @@ ROUTING_FIELDS = (
 
 
 def layer_problem(
-    config: CheckpointFiles,
-    index: int,
-    name: str,
-    scheme: Scheme,
-    ranks: Ranks,
-    dtype: str,
-    ragged_shards: bool,
-    vllm: str | None = None,
+    layer: ExpertLayer, scheme: Scheme, ranks: Ranks, dtype: str, ragged_shards: bool, vllm: str | None = None
 ) -> Problem:
     """A layer as one rank sees it.
 
     Args:
-        config: the checkpoint's.
-        index: the layer's.
-        name: the layer's.
+        layer: the layer.
         scheme: what its experts are stored as.
         ranks: vLLM's options of parallelism.
         dtype: the model's, from `dtypes.served_dtype`.
@@ -117,31 +109,27 @@ def layer_problem(
         CheckpointError: a field that is missing or has a value that it cannot have.
         DeploymentError: ranks that cannot share it.
     """
-    model, where, kind = config.model_config, str(config.path), model_type(config)
+    config, index = layer.config, layer.index
+    kind = config.model_type
     if scheme.packing == "gpt_oss" and kind != "gpt_oss":
         scheme = replace(scheme, packing="mxfp4")
-    if model_type(config) == EVEN_SPLIT_MODEL_TYPE:
-        reject_compressed_tensors(scheme, f"{where}, quantization_config, {name}")
-    experts = read_integer(model, NUM_EXPERTS_FIELDS, where, MAX_EXPERTS, index)
-    top_k = read_integer(model, TOP_K_FIELDS, where, MAX_EXPERTS, index)
-    width = read_integer(model, _width_fields(kind), where, MAX_FEATURES, index)
+    if kind == EVEN_SPLIT_MODEL_TYPE:
+        reject_compressed_tensors(scheme, f"{config.where}, quantization_config, {layer.name}")
+    experts = read_integer(config, NUM_EXPERTS_FIELDS, MAX_EXPERTS, index)
+    top_k = read_integer(config, TOP_K_FIELDS, MAX_EXPERTS, index)
+    width = read_integer(config, _width_fields(kind), MAX_FEATURES, index)
     # Experts of Nemotron-3-Super and Kimi-K3 work in a latent space that is smaller than the hidden state.
-    hidden = read_integer(model, HIDDEN_SIZE_FIELDS, where, MAX_FEATURES)
-    heads = _attention_heads(config)
-    others = [model.get(name) for name in _SHARDED_WIDTH_FIELDS]
-    sizes = [size for size in others if isinstance(size, int) and size > 0]
-    key_heads = model.get("num_key_value_heads")
-    key_heads = key_heads if isinstance(key_heads, int) and key_heads > 0 else 0
+    hidden = read_integer(config, HIDDEN_SIZE_FIELDS, MAX_FEATURES)
     least = _min_shard_width(config, vllm)
     padded = not ranks.spreads_experts and pads_experts(width, ranks.tp, least)
     built = least * ranks.tp if padded else width
-    _check_shardable(where, ranks, experts, width, heads, least, key_heads, sizes)
+    _check_shardable(config, ranks, experts, width, least)
     # The fullest rank: vLLM gives the first ranks one expert more where the split is uneven.
     parallel = ranks.parallel
     local = -(-experts // parallel.ep)
     try:
         problem = Problem(
-            layer=name,
+            layer=layer.name,
             scheme=scheme,
             num_experts=experts,
             local_experts=local,
@@ -150,11 +138,11 @@ def layer_problem(
             intermediate_size=built // parallel.tp,
             unpadded_intermediate_size=width if padded else 0,
             activation=_activation(config, index),
-            has_bias=model_type(config) == "gpt_oss" or config.expert_biases,
+            has_bias=kind == "gpt_oss" or config.expert_biases,
             dtype=dtype,
             routing=_routing(config, index, experts, top_k),
             parallel=parallel,
-            even_expert_split=model_type(config) == EVEN_SPLIT_MODEL_TYPE,
+            even_expert_split=kind == EVEN_SPLIT_MODEL_TYPE,
             num_layers=num_layers(config),
         )
         if scheme.name == "wna16":
@@ -167,7 +155,7 @@ def layer_problem(
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(str(error), where=where) from error
+        raise CheckpointError(str(error), where=config.where) from error
 
 
 def _width_fields(kind: str) -> tuple[str, ...]:
@@ -187,41 +175,31 @@ _SHARDED_WIDTH_FIELDS = (
 
 def _min_shard_width(config: CheckpointFiles, vllm: str | None) -> int:
     """Columns of an expert on one rank below which vLLM pads experts with zeros; 0 where it does not."""
-    name = "min_moe_intermediate_per_partition"
-    least = min_expert_width(model_type(config), vllm)
-    if not least or config.model_config.get(name) is None:
-        return least
-    return read_integer(config.model_config, (name,), str(config.path), MAX_FEATURES, least=0)
+    least = min_expert_width(config.model_type, vllm)
+    own = read_optional_integer(config, "min_moe_intermediate_per_partition", MAX_FEATURES) if least else None
+    return least if own is None else own
 
 
-def _check_shardable(
-    where: str,
-    ranks: Ranks,
-    experts: int,
-    width: int,
-    heads: int,
-    least: int = 0,
-    key_heads: int = 0,
-    others: Sequence[int] = (),
-) -> None:
+def _check_shardable(config: CheckpointFiles, ranks: Ranks, experts: int, width: int, least: int) -> None:
     """Refuses numbers of ranks over which a layer cannot be sharded.
 
     vLLM's `verify_with_parallel_config` needs whole attention heads on every tensor-parallel rank, with expert
     parallelism too.
 
     Args:
-        where: the file, for messages.
+        config: the checkpoint's. A remedy shards or copies heads of keys and values evenly, too, and shards other
+            layers' widths.
         ranks: vLLM's options of parallelism.
         experts: experts of the layer.
         width: features between the two products.
-        heads: attention heads of the model; 0 when unknown.
         least: features between the two products on one rank below which vLLM pads experts with zeros.
-        key_heads: heads of keys and values, which a remedy shards or copies evenly; 0 when unknown.
-        others: widths of other layers, which a remedy shards evenly.
 
     Raises:
         DeploymentError: they cannot share it.
     """
+    heads, key_heads = (positive_integer(config, f"num_{each}_heads") for each in ("attention", "key_value"))
+    # Shared experts, as wide as one or several routed ones, are sharded with expert parallelism too.
+    widths = (width, *(positive_integer(config, name) for name in _SHARDED_WIDTH_FIELDS))
     tp, dp, total = ranks.tp, ranks.dp, ranks.total
 
     def fits(size: int, copies: int = dp) -> bool:
@@ -234,8 +212,7 @@ def _check_shardable(
         copied = not key_heads or not key_heads % size or not size % key_heads
         if not ranks.ep and pads_experts(width, size, least):
             return False
-        # Shared experts, as wide as one or several routed ones, are sharded with expert parallelism too.
-        return fits(size, copies) and copied and not any(other % size for other in (width, *others))
+        return fits(size, copies) and copied and not any(each % size for each in widths)
 
     if fits(tp):
         return
@@ -245,12 +222,12 @@ def _check_shardable(
     remedy = f"Use {', or '.join(ways)}" if ways else "Use fewer ranks"
     if ranks.ep and total > experts:
         rule = f"expert parallelism over {total} ranks leaves ranks without one of the {experts} experts"
-        raise DeploymentError(rule, remedy, where)
+        raise DeploymentError(rule, remedy, config.where)
     if heads % tp:
-        raise DeploymentError(_heads_rule(heads, tp), remedy, where)
+        raise DeploymentError(_heads_rule(heads, tp), remedy, config.where)
     over = f"{total} ranks" if dp == 1 else f"{total} ranks (TP {tp} x DP {dp})"
     rule = f"tensor parallelism over {over} does not divide the experts' intermediate size {width}"
-    raise DeploymentError(f"{rule} ({width} mod {total} = {width % total})", remedy, where)
+    raise DeploymentError(f"{rule} ({width} mod {total} = {width % total})", remedy, config.where)
 
 
 def _fewer_ranks(ranks: Ranks, serves: Callable[[int, int], bool]) -> list[str]:
@@ -271,12 +248,6 @@ def _fewer_ranks(ranks: Ranks, serves: Callable[[int, int], bool]) -> list[str]:
     return [f"TP {size} x DP {count}" if count > 1 else f"TP {size}, without --dp"] if count else []
 
 
-def _attention_heads(config: CheckpointFiles) -> int:
-    """Attention heads of the model; 0 when unknown."""
-    heads = config.model_config.get("num_attention_heads")
-    return heads if isinstance(heads, int) and heads > 0 else 0
-
-
 def _heads_rule(heads: int, tp: int) -> str:
     return f"vLLM refuses {tp} ranks, which do not divide the {heads} attention heads ({heads} mod {tp} = {heads % tp})"
 
@@ -287,14 +258,14 @@ def check_attention_heads(config: CheckpointFiles, ranks: Ranks) -> None:
     Raises:
         DeploymentError: they do not divide the attention heads.
     """
-    heads, tp = _attention_heads(config), ranks.tp
+    heads, tp = positive_integer(config, "num_attention_heads"), ranks.tp
     if heads % tp:
         fewer = next(size for size in range(min(tp, heads), 0, -1) if not heads % size)
-        raise DeploymentError(_heads_rule(heads, tp), f"Use TP {fewer}", str(config.path))
+        raise DeploymentError(_heads_rule(heads, tp), f"Use TP {fewer}", config.where)
 
 
 def _activation(config: CheckpointFiles, index: int) -> Activation:
-    model, where, kind = config.model_config, str(config.path), model_type(config)
+    model, where, kind = config.model_config, config.where, config.model_type
     word = next((model[name] for name in ACTIVATION_FIELDS if model.get(name) is not None), "silu")
     if not isinstance(word, str):
         raise CheckpointError(f"the activation is {short_repr(word)}, not a name", where=where)
@@ -305,7 +276,7 @@ def _activation(config: CheckpointFiles, index: int) -> Activation:
     from_code = activations.name_for_model_type(kind)
     name = from_code or activations.canonical_name(word)
     alpha, beta, limit = (
-        read_float(model, activations.config_fields(name, part), where, index) for part in ("alpha", "beta", "limit")
+        read_float(config, activations.config_fields(name, part), index) for part in ("alpha", "beta", "limit")
     )
     if from_code == "swiglustep" and not limit:  # layers without a limit compute what the config says (Step-3.5)
         from_code, name = "", activations.canonical_name(word)
@@ -319,12 +290,12 @@ def _activation(config: CheckpointFiles, index: int) -> Activation:
 
 
 def _routing(config: CheckpointFiles, index: int, experts: int, top_k: int) -> Routing:
-    model, where, kind = config.model_config, str(config.path), model_type(config)
+    model, where, kind = config.model_config, config.where, config.model_type
     renormalized = True
     for name in reversed(_RENORMALIZE_FIELDS):  # the first that is set counts, and all are read
         renormalized = read_boolean(model, name, where, renormalized)
     for name in _SCALING_FIELDS:  # a factor that is not finite makes every output so
-        read_float(model, (name,), where, index)
+        read_float(config, (name,), index)
     never = kind in _NON_RENORMALIZING_MODELS or kind.startswith("llama4")
     renormalize = (kind in _RENORMALIZING_MODELS or renormalized) and not never
     corrected = (
@@ -337,9 +308,9 @@ def _routing(config: CheckpointFiles, index: int, experts: int, top_k: int) -> R
         if are_groups_ignored(groups, experts):
             groups = chosen = None
         else:
-            _check_groups(where, grouped, groups, chosen, experts, top_k)
+            _check_groups(config, grouped, groups, chosen, experts, top_k)
     scoring = _scoring_function(config, grouped if groups and groups > 1 and chosen else "")
-    hash_routing = index < (read_count(model, "num_hash_layers", where) or 0)
+    hash_routing = index < (read_optional_integer(config, "num_hash_layers", MAX_EXPERTS) or 0)
     return Routing(
         method=_routing_method(kind, scoring, renormalize, groups, corrected),
         scoring=scoring,
@@ -363,7 +334,7 @@ def _scoring_function(config: CheckpointFiles, grouped: str) -> str:
     Raises:
         CheckpointError: the first field that is set names one that vLLM has no code for.
     """
-    model, where, kind = config.model_config, str(config.path), model_type(config)
+    model, where, kind = config.model_config, config.where, config.model_type
     field = next((name for name in _SCORING_FIELDS if read_string(model, name, where)), "")
     if kind in _SIGMOID_MODELS:
         return "sigmoid"
@@ -381,12 +352,12 @@ def _scoring_function(config: CheckpointFiles, grouped: str) -> str:
 
 def _groups(config: CheckpointFiles) -> tuple[str, int | None, int | None]:
     """The field with the number of groups of experts, that number, and how many of them a token's experts come from."""
-    model, where = config.model_config, str(config.path)
-    is_grouped = read_boolean(model, "use_grouped_topk", where, False)
+    is_grouped = read_boolean(config.model_config, "use_grouped_topk", config.where, False)
     field = "num_expert_group" if is_grouped else "n_group"  # as Kimi's are called
-    if model_type(config) in _SINGLE_GROUP_MODELS:
+    if config.model_type in _SINGLE_GROUP_MODELS:
         return field, 1, 1
-    return field, read_count(model, field, where), read_count(model, "topk_group", where)
+    groups, chosen = (read_optional_integer(config, name, MAX_EXPERTS) or None for name in (field, "topk_group"))
+    return field, groups, chosen
 
 
 def groups_note(config: CheckpointFiles, experts: int) -> str:
@@ -404,12 +375,12 @@ def groups_note(config: CheckpointFiles, experts: int) -> str:
     return f"{field} {groups} makes no groups of {experts} experts ({why}): {taken}"
 
 
-def _check_groups(where: str, field: str, groups: int, chosen: int, experts: int, top_k: int) -> None:
+def _check_groups(config: CheckpointFiles, field: str, groups: int, chosen: int, experts: int, top_k: int) -> None:
     """Refuses groups among which no server chooses as the config says: more chosen groups than there are fail
     everywhere, and too few give experts of groups that were not chosen.
 
     Args:
-        where: the file, for messages.
+        config: the checkpoint's.
         field: the name of the field with the number of groups.
         groups: groups of experts.
         chosen: groups that a token's experts come from (``topk_group``).
@@ -422,7 +393,7 @@ def _check_groups(where: str, field: str, groups: int, chosen: int, experts: int
         rule = f"a token chooses {top_k} experts from topk_group {chosen} of {groups} groups of {experts // groups}"
     else:
         return
-    raise CheckpointError(rule, f"Correct {field} and topk_group as the model was trained", where)
+    raise CheckpointError(rule, f"Correct {field} and topk_group as the model was trained", config.where)
 
 
 def _routing_method(kind: str, scoring: str, renormalize: bool, groups: int | None, corrected: bool) -> str:
@@ -448,7 +419,7 @@ def null_activation_note(config: CheckpointFiles) -> str:
     """A note where the config has an activation that is null, and no other; "" elsewhere."""
     model = config.model_config
     null = [name for name in ACTIVATION_FIELDS if name in model]
-    if not null or any(model[name] is not None for name in null) or activations.name_for_model_type(model_type(config)):
+    if not null or any(model[name] is not None for name in null) or activations.name_for_model_type(config.model_type):
         return ""
     return f"the config's {null[0]} is null: taken as silu; the code of most models in vLLM refuses to load without one"
 
@@ -456,7 +427,7 @@ def null_activation_note(config: CheckpointFiles) -> str:
 def topk_method_note(config: CheckpointFiles) -> str:
     """A note where ``topk_method`` is no word that a model has; "" elsewhere."""
     word = config.model_config.get("topk_method")
-    if not isinstance(word, str) or word in _TOPK_METHODS or model_type(config) in _CORRECTION_BIAS_MODELS:
+    if not isinstance(word, str) or word in _TOPK_METHODS or config.model_type in _CORRECTION_BIAS_MODELS:
         return ""
     said = f"topk_method is {shortened(ascii(word), 60)}, which is none of {', '.join(_TOPK_METHODS)}"
     return f"{said}: vLLM takes it for a router without a correction bias"

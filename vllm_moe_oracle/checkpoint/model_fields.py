@@ -1,9 +1,7 @@
-"""Fields of a model's config, checked. Models spell the same thing differently: each reader takes a family of names.
-``where`` is the file, for messages."""
+"""Fields of a model's config, checked. Models spell the same thing differently: each reader takes a family of names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,72 +22,63 @@ UNGATED_MODELS = frozenset({"nemotron_h", "nemotron_h_puzzle"})
 """Models whose experts have no gate: their code decides it, no field does."""
 
 
-def model_type(config: CheckpointFiles) -> str:
-    """The ``model_type`` of the language model; "" where the config has none."""
-    return str(config.model_config.get("model_type") or config.full_config.get("model_type") or "")
-
-
-def architectures(config: CheckpointFiles) -> list[str]:
-    """The model's classes, as its config names them; none where it does not.
-
-    Raises:
-        CheckpointError: they are not a list of names, which vLLM refuses.
-    """
-    found = config.full_config.get("architectures")
-    if found is None:
-        return []
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        rule = f"architectures is {short_repr(found)}, not a list of names: a server does not start"
-        raise CheckpointError(rule, 'Write the model\'s class, such as ["Qwen3MoeForCausalLM"]', str(config.path))
-    return found
-
-
-def _first_set(model: Mapping[str, Any], names: tuple[str, ...], index: int | None) -> tuple[str, Any]:
+def _first_set(config: CheckpointFiles, names: tuple[str, ...], index: int | None) -> tuple[str, Any]:
     """The first field that is set; of one that lists a value for each layer, the layer's."""
-    name = next((name for name in names if model.get(name) is not None), "")
-    value = model.get(name)
+    name = next((name for name in names if config.model_config.get(name) is not None), "")
+    value = config.model_config.get(name)
     if isinstance(value, list) and index is not None:
         value = value[index] if index < len(value) else None
     return name, value
 
 
 def read_integer(
-    model: Mapping[str, Any], names: tuple[str, ...], where: str, most: int, index: int | None = None, least: int = 1
+    config: CheckpointFiles, names: tuple[str, ...], most: int, index: int | None = None, least: int = 1
 ) -> int:
     """A whole number from `least` to `most`; of a list, the one of the layer `index`.
 
     Raises:
         CheckpointError: no field is set, or the first one that is set has another value.
     """
-    name, value = _first_set(model, names, index)
+    name, value = _first_set(config, names, index)
     if not name:
-        raise CheckpointError(f"none of {', '.join(names)} is set", where=where)
+        raise CheckpointError(f"none of {', '.join(names)} is set", where=config.where)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise CheckpointError(f"{name} is {short_repr(value)}, not an integer", where=where)
+        raise CheckpointError(f"{name} is {short_repr(value)}, not an integer", where=config.where)
     if not least <= value <= most:
-        raise CheckpointError(f"{name} is {short_repr(value)}, not between {least} and {most}", where=where)
+        rule = f"{name} is {short_repr(value)}, not between {least} and {most}"
+        raise CheckpointError(rule, where=config.where)
     return value
 
 
-def read_count(model: Mapping[str, Any], name: str, where: str) -> int | None:
-    """How many there are; None where the field is zero or not set."""
-    return read_integer(model, (name,), where, MAX_EXPERTS, least=0) or None if model.get(name) is not None else None
+def read_optional_integer(config: CheckpointFiles, name: str, most: int) -> int | None:
+    """A whole number from 0 to `most`; None where the field is not set.
+
+    Raises:
+        CheckpointError: it has another value.
+    """
+    return None if config.model_config.get(name) is None else read_integer(config, (name,), most, least=0)
 
 
-def read_float(model: Mapping[str, Any], names: tuple[str, ...], where: str, index: int) -> float | None:
+def read_float(config: CheckpointFiles, names: tuple[str, ...], index: int) -> float | None:
     """A finite number; None where no field is set."""
-    name, value = _first_set(model, names, index)
+    name, value = _first_set(config, names, index)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
-        raise CheckpointError(f"{name} is {short_repr(value)}, not a number", "Write a finite number", where)
+        raise CheckpointError(f"{name} is {short_repr(value)}, not a number", "Write a finite number", config.where)
     return float(value)
+
+
+def positive_integer(config: CheckpointFiles, name: str) -> int:
+    """The value of a field that is looked at and not required; 0 where it is none above zero."""
+    value = config.model_config.get(name)
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def count_experts(config: CheckpointFiles, index: int) -> int:
     """Experts of the layer `index`; 0 where the config does not say. An impossible number is refused where it is used
     (`layer_problem`)."""
-    _, value = _first_set(config.model_config, NUM_EXPERTS_FIELDS, index)
+    _, value = _first_set(config, NUM_EXPERTS_FIELDS, index)
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return value if is_number and 0 < value <= MAX_EXPERTS else 0
 
@@ -106,7 +95,7 @@ def kinds_of_experts(config: CheckpointFiles) -> list[tuple[str, CheckpointFiles
     Raises:
         CheckpointError: such a list has another length.
     """
-    if model_type(config) not in ERNIE_VL_MODELS:
+    if config.model_type not in ERNIE_VL_MODELS:
         return [("experts", config)]
     found = []
     for place, name in enumerate(("text_experts", "vision_experts")):
@@ -116,7 +105,7 @@ def kinds_of_experts(config: CheckpointFiles) -> list[tuple[str, CheckpointFiles
             if isinstance(value, list):
                 if len(value) != 2:
                     rule = f"{field} is {short_repr(value)}; vLLM reads one for text and one for images"
-                    raise CheckpointError(rule, where=str(config.path))
+                    raise CheckpointError(rule, where=config.where)
                 fields[field] = value[place]
         found.append((name, replace(config, model_config=fields)))
     return found
@@ -128,11 +117,12 @@ def num_layers(config: CheckpointFiles) -> int:
     Raises:
         CheckpointError: the config does not say, or there are more than `MAX_LAYERS`.
     """
-    where, pattern = str(config.path), config.model_config.get("hybrid_override_pattern")
+    pattern = config.model_config.get("hybrid_override_pattern")
     if not isinstance(pattern, str):
         # LongCat counts attention in num_hidden_layers, twice in each layer.
-        names = NUM_LAYERS_FIELDS[::-1] if model_type(config).startswith("longcat_flash") else NUM_LAYERS_FIELDS
-        return read_integer(config.model_config, names, where, MAX_LAYERS)
+        names = NUM_LAYERS_FIELDS[::-1] if config.model_type.startswith("longcat_flash") else NUM_LAYERS_FIELDS
+        return read_integer(config, names, MAX_LAYERS)
     if len(pattern) > MAX_LAYERS:
-        raise CheckpointError(f"hybrid_override_pattern has {len(pattern)} layers, more than {MAX_LAYERS}", where=where)
+        rule = f"hybrid_override_pattern has {len(pattern)} layers, more than {MAX_LAYERS}"
+        raise CheckpointError(rule, where=config.where)
     return len(pattern)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Problem, Scheme
@@ -28,15 +27,16 @@ from ..releases.models import last_release_with
 from ..settings import AUTO
 from ..untrusted import boundary
 from .dtypes import served_dtype
-from .expert_counts import CountedLayer, absence_error, absent_layers, check_expert_counts
+from .expert_counts import absence_error, absent_layers, check_expert_counts
 from .files import CheckpointFiles
 from .layer_names import (
     MTP_COUNT_FIELDS,
     MTP_MODELS,
+    ExpertLayer,
     all_layer_names,
     compact_layer_names,
-    moe_layer_names,
-    mtp_layer_names,
+    expert_layers,
+    mtp_layers,
     unread_experts,
 )
 from .layer_problem import (
@@ -46,11 +46,12 @@ from .layer_problem import (
     null_activation_note,
     topk_method_note,
 )
-from .model_fields import MAX_RANKS, architectures, count_experts, kinds_of_experts, model_type
+from .model_fields import MAX_RANKS, count_experts
 from .ranks import Ranks
 from .tensor_headers import (
     ExpertTensors,
     RefusedFileError,
+    TensorKinds,
     are_floating_point,
     are_quantized,
     expert_tensors,
@@ -129,7 +130,7 @@ def find_moe_layers(
     ranks = replace(ranks, all2all=effective_all2all(ranks.all2all, vllm))
     ranks.check()
     # Fields that are not checked one by one may have any type.
-    with boundary(CheckpointError, "is not the config of a model", where=str(config.path)):
+    with boundary(CheckpointError, "is not the config of a model", where=config.where):
         return _find_moe_layers(config, ranks, ragged_shards, online, vllm, served_dtype(config, dtype, capability))
 
 
@@ -142,66 +143,58 @@ def _find_moe_layers(
     dtype: tuple[str, str],
 ) -> MoeLayers:
     _check_readable(config, online, vllm)
-    names = moe_layer_names(config, vllm)
+    layers = expert_layers(config, vllm)
     format_of, method = _expert_formats(config, online, vllm)
-    mtp_names = mtp_layer_names(config, vllm)
-    in_files, unread = _experts_in_files(config, (names | mtp_names).values())
-    kinds_in_files = _kinds_in_files(in_files, (names | mtp_names).values())
+    layers += mtp_layers(config, vllm)
+    in_files, unread = _experts_in_files(config, layers)
+    kinds = _kinds_in_files(in_files, layers)
+    plain = set()
     if config.quantization is not None and takes_modules_from_files(*config.quantization, method):
-        format_of = _without(format_of, {name for name, each in kinds_in_files.items() if are_floating_point(each)})
-    problems: list[Problem] = []
-    mtp_problems: list[Problem] = []
-    unquantized, foreign = [], {}
-    kinds = [part for _, part in kinds_of_experts(config)]
-    for place, layer in (names | mtp_names).items():
-        layer_format = format_of(layer)
-        name = layer.modules[0]
-        if layer_format is None:
-            unquantized.append(name)
-        elif isinstance(layer_format, UnsupportedFormat):
-            foreign[name] = layer_format.format
-        else:
-            found = mtp_problems if place in mtp_names else problems
-            index, kind = place
-            found.append(layer_problem(kinds[kind], index, name, layer_format, ranks, dtype[0], ragged_shards, vllm))
+        plain = {name for name, each in kinds.items() if are_floating_point(each)}
+    layers = [replace(each, format=None if each.name in plain else format_of(each.names)) for each in layers]
+    problems, mtp_problems = (
+        tuple(
+            layer_problem(each, each.format, ranks, dtype[0], ragged_shards, vllm)
+            for each in layers
+            if each.is_mtp == is_mtp and isinstance(each.format, Scheme)
+        )
+        for is_mtp in (False, True)
+    )
     if not problems and not mtp_problems:
         check_attention_heads(config, ranks)
     if ranks.total > MAX_RANKS:  # where the layers themselves do not say how many can share them
         rule = f"{ranks.total} ranks are more than {MAX_RANKS}, the most that are considered"
-        raise CheckpointError(rule, "Use fewer: --tp times --dp are all ranks", str(config.path))
-    drafts = {layer.modules[0] for layer in mtp_names.values()}
-    quantized = {problem.layer for problem in (*problems, *mtp_problems)}
-    counted = _counted(config, names | mtp_names, quantized, drafts) if not unread else []
+        raise CheckpointError(rule, "Use fewer: --tp times --dp are all ranks", config.where)
+    counted = [] if unread else layers
     miscounted = check_expert_counts(config, counted, in_files)
-    compared = {name: each for name, each in kinds_in_files.items() if name not in foreign}
-    said, packed = ([unread], False) if unread else _notes_on_files(config, compared, quantized, drafts)
+    said, packed = ([unread], False) if unread else _notes_on_files(config, layers, kinds)
     said += miscounted
-    notes = (*_notes(config, unquantized, foreign, drafts, online, packed, dtype[1]), *said)
-    if model_type(config) == EVEN_SPLIT_MODEL_TYPE and any(problem.scheme.name == "wna16" for problem in problems):
+    notes = (*_notes(config, layers, online, packed, dtype[1]), *said)
+    if config.model_type == EVEN_SPLIT_MODEL_TYPE and any(problem.scheme.name == "wna16" for problem in problems):
         rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "
         notes += (f"{rule}weight_packed): loading fails: the weights are reported as missing",)
     refused = _refused_linear(config, problems, vllm)
     if refused:  # whether linear layers are quantized at all is not looked at here: a note, and no more
         notes += (f"a server does not start, unless the files leave all layers but experts unquantized: {refused}",)
     return MoeLayers(
-        tuple(problems),
-        tuple(unquantized),
-        foreign,
+        problems,
+        tuple(each.name for each in layers if each.format is None),
+        {each.name: each.format.format for each in layers if isinstance(each.format, UnsupportedFormat)},
         method,
         notes,
-        tuple(mtp_problems),
+        mtp_problems,
         refused,
         tuple(said),
-        tuple(architectures(config)),
-        tuple(each.names.modules[0] for each in absent_layers(config, counted, in_files)),
+        tuple(config.architectures),
+        tuple(each.name for each in absent_layers(config, counted, in_files)),
     )
 
 
 def _check_readable(config: CheckpointFiles, online: str, vllm: str | None) -> None:
     """Refuses a model that the release has no more, and experts in fields that are not read."""
-    if removed := last_release_with(architectures(config), vllm):
+    if removed := last_release_with(config.architectures, vllm):
         rule = "vLLM has {} until {}: a server does not start".format(*removed)
-        raise DeploymentError(rule, f"Serve it with vLLM {removed[1]} or older", str(config.path))
+        raise DeploymentError(rule, f"Serve it with vLLM {removed[1]} or older", config.where)
     if words := unread_experts(config):
         raise _unread_experts_error(config, words, online, vllm)
 
@@ -216,7 +209,9 @@ def _refused_linear(config: CheckpointFiles, problems: Iterable[Problem], vllm: 
     return refused
 
 
-def _experts_in_files(config: CheckpointFiles, layers: Iterable[LayerNames]) -> tuple[Mapping[str, ExpertTensors], str]:
+def _experts_in_files(
+    config: CheckpointFiles, layers: Iterable[ExpertLayer]
+) -> tuple[Mapping[str, ExpertTensors], str]:
     """What the files hold of each layer's experts, by the modules' names in files; nothing where there is no folder.
     Where a file cannot be read, such as one that is not fetched yet, nothing but a note that says so.
 
@@ -227,46 +222,19 @@ def _experts_in_files(config: CheckpointFiles, layers: Iterable[LayerNames]) -> 
         return {}, ""
     indexed_names(config.folder)
     try:
-        return expert_tensors(config.folder, {name for each in layers for name, _ in each.modules_in_files()}), ""
+        return expert_tensors(config.folder, {name for each in layers for name, _ in each.names.modules_in_files()}), ""
     except RefusedFileError:
         raise
     except CheckpointError as error:
         return {}, f"whether the files hold the experts as the config says is not known: {error}"
 
 
-def _kinds_in_files(
-    found: Mapping[str, ExpertTensors], layers: Iterable[LayerNames]
-) -> Mapping[str, Collection[tuple[str, str]]]:
+def _kinds_in_files(found: Mapping[str, ExpertTensors], layers: Iterable[ExpertLayer]) -> Mapping[str, TensorKinds]:
     """The kinds of tensors of each layer's experts, by vLLM's name of the layer."""
-    if not found:
-        return {}
     return {
-        layer.modules[0]: {kind for name, _ in layer.modules_in_files() if name in found for kind in found[name].kinds}
+        layer.name: {kind for name, _ in layer.names.modules_in_files() if name in found for kind in found[name].kinds}
         for layer in layers
     }
-
-
-def _counted(
-    config: CheckpointFiles,
-    names: Mapping[tuple[int, int], LayerNames],
-    quantized: Container[str],
-    drafts: Container[str],
-) -> list[CountedLayer]:
-    """All layers as `expert_counts` takes them.
-
-    Args:
-        config: the checkpoint's.
-        names: of all layers, by index and kind of experts.
-        quantized: see `_notes_on_files`.
-        drafts: likewise.
-    """
-    parts = [part for _, part in kinds_of_experts(config)]
-    return [
-        CountedLayer(
-            layer, count_experts(parts[kind], index), layer.modules[0] in quantized, layer.modules[0] in drafts
-        )
-        for (index, kind), layer in names.items()
-    ]
 
 
 def layers_without_experts(
@@ -286,25 +254,16 @@ def layers_without_experts(
     Raises:
         CheckpointError: the config or the files cannot be read.
     """
-    names = moe_layer_names(config, vllm)
-    in_files, unread = _experts_in_files(config, names.values())
+    layers = expert_layers(config, vllm)
+    in_files, unread = _experts_in_files(config, layers)
     format_of, _ = _expert_formats(config, "", vllm)
-    quantized = {each.modules[0] for each in names.values() if isinstance(format_of(each), Scheme)}
-    layers = _counted(config, names, quantized, ()) if not unread else []
+    layers = [] if unread else [replace(each, format=format_of(each.names)) for each in layers]
     error = absence_error(config, layers, in_files)
-    return (() if error is None else {each.names.modules[0] for each in absent_layers(config, layers, in_files)}), error
-
-
-def _without(format_of: FormatLookup, unquantized: Container[str]) -> FormatLookup:
-    """The same formats, but for layers of these names, which are in the model's dtype."""
-    return lambda layer: None if layer.modules[0] in unquantized else format_of(layer)
+    return (() if error is None else {each.name for each in absent_layers(config, layers, in_files)}), error
 
 
 def _notes_on_files(
-    config: CheckpointFiles,
-    kinds: Mapping[str, Collection[tuple[str, str]]],
-    quantized: Container[str],
-    drafts: Container[str],
+    config: CheckpointFiles, layers: Iterable[ExpertLayer], kinds: Mapping[str, TensorKinds]
 ) -> tuple[list[str], bool]:
     """What is to be known of layers whose files say otherwise than the quantization config, and whether some are
     quantized although the config does not say so.
@@ -314,43 +273,42 @@ def _notes_on_files(
 
     Args:
         config: the checkpoint's.
-        kinds: what the files hold of the layers that are compared, by vLLM's names.
-        quantized: names of those whose experts are quantized when they serve.
-        drafts: names of those of multi-token prediction modules.
+        layers: all of them.
+        kinds: what the files hold of each, by vLLM's name.
     """
-    stated = quantized if config.quantization is not None else ()
-    plain = [layer for layer, each in kinds.items() if layer in stated and are_floating_point(each)]
-    packed = [layer for layer, each in kinds.items() if layer not in stated and are_quantized(each)]
-    source = config.quantization[1] if config.quantization is not None else ""
+    where = "" if config.quantization is None else config.quantization[1]
+    compared = [each for each in layers if not isinstance(each.format, UnsupportedFormat)]
+    plain = [each for each in compared if where and each.is_quantized and are_floating_point(kinds[each.name])]
+    packed = [each for each in compared if not (where and each.is_quantized) and are_quantized(kinds[each.name])]
     notes = []
     for found, effect in (
-        ([layer for layer in plain if layer not in drafts], "a server does not load them"),
-        ([layer for layer in plain if layer in drafts], "speculative decoding with them does not load"),
+        ([each.name for each in plain if not each.is_mtp], "a server does not load them"),
+        ([each.name for each in plain if each.is_mtp], "speculative decoding with them does not load"),
     ):
         if found:
             notes.append(
-                f"the files hold the experts of {compact_layer_names(found)} in 16 bits, and {source} does not leave "
+                f"the files hold the experts of {compact_layer_names(found)} in 16 bits, and {where} does not leave "
                 f"them out: {effect}. Add them to the layers that the config ignores"
             )
     if packed:
-        said = f"{source} leaves them out" if source else f"{config.path} has no quantization_config"
+        said = f"{where} leaves them out" if where else f"{config.path} has no quantization_config"
         notes.append(
-            f"the files hold the experts of {compact_layer_names(packed)} quantized, and {said}: a server does not "
-            "load them. The config has to say how they are quantized"
+            f"the files hold the experts of {compact_layer_names(each.name for each in packed)} quantized, and {said}: "
+            "a server does not load them. The config has to say how they are quantized"
         )
     return notes, bool(packed)
 
 
 def _unread_experts_error(config: CheckpointFiles, words: str, online: str, vllm: str | None) -> CheckpointError:
     """What the experts are stored as decides: only those in a scheme of this package could be run by it."""
-    where = str(config.path)
+    where = config.where
     if config.quantization is None and not online:
         return LeftToStockError(f"{words}; the experts are not quantized", _SERVED, where)
     format_of, _ = _expert_formats(config, online, vllm)
     found = list(dict.fromkeys(format_of(each) for each in all_layer_names(config, vllm)))
     stored = f"{words}; the experts are in {' and '.join(map(describe_format, found[:3]))}"
     if any(isinstance(each, Scheme) for each in found):
-        dbrx = model_type(config) == "dbrx"
+        dbrx = config.model_type == "dbrx"
         remedy = "A server knows their sizes: its log says what runs them"
         return CheckpointError(stored, _DBRX_REMEDY if dbrx else remedy, where)
     return LeftToStockError(stored, _SERVED, where)
@@ -367,7 +325,7 @@ def _expert_formats(config: CheckpointFiles, online: str, vllm: str | None) -> t
 
     def loaded(layer: LayerNames) -> ExpertFormat:
         found = format_of(layer)
-        check_release(method, found, vllm, str(config.path))
+        check_release(method, found, vllm, config.where)
         return found
 
     return loaded, method
@@ -375,9 +333,9 @@ def _expert_formats(config: CheckpointFiles, online: str, vllm: str | None) -> t
 
 def _described_formats(config: CheckpointFiles, online: str) -> tuple[FormatLookup, str]:
     """`_expert_formats`, whatever the release."""
-    where = str(config.path)
+    where = config.where
     if config.quantization is None:
-        if online in ONLINE_SCHEMES and model_type(config) == EVEN_SPLIT_MODEL_TYPE:
+        if online in ONLINE_SCHEMES and config.model_type == EVEN_SPLIT_MODEL_TYPE:
             rule = "vLLM's loader of gpt-oss copies experts in 16 bits past the loader that would quantize them"
             raise DeploymentError(rule, "Serve the checkpoint in MXFP4 that OpenAI publishes", where)
         if online in ONLINE_SCHEMES:
@@ -390,17 +348,17 @@ def _described_formats(config: CheckpointFiles, online: str) -> tuple[FormatLook
             raise CheckpointError(rule, valid + ", ".join((*ONLINE_SCHEMES, *UNSUPPORTED_ONLINE)), where)
         return lambda layer: None, ""
     quantization, source = config.quantization
-    if model_type(config) in _FP4_EXPERT_MODELS:
+    if config.model_type in _FP4_EXPERT_MODELS:
         quantization = {"expert_dtype": config.model_config.get("expert_dtype") or "fp4", **quantization}
-    is_kimi_k3 = _KIMI_K3_ARCHITECTURE in architectures(config)
+    is_kimi_k3 = _KIMI_K3_ARCHITECTURE in config.architectures
     if is_kimi_k3 and quantization.get("format") == "mxfp4-pack-quantized":
         # vLLM reads what compressed-tensors stored as a checkpoint that is tagged so.
         quantization = {**quantization, "quant_method": "mxfp4"}
     format_of, method = parse_config(quantization, source), vllm_method_name(quantization)
-    if model_type(config) == "gpt_oss" and method == "mxfp4":  # for which vLLM has a config class of its own
+    if config.model_type == "gpt_oss" and method == "mxfp4":  # for which vLLM has a config class of its own
         format_of = parse_config({**quantization, "quant_method": "gpt_oss_mxfp4"}, source)
     others = METHOD_ALIASES.get(method, ())
-    if model_type(config) != "gpt_oss":
+    if config.model_type != "gpt_oss":
         others = tuple(name for name in others if not name.startswith("gpt_oss"))
     if online not in ("", method, *others):
         rule = f"it is quantized already, as {method}, and --quantization is {short_repr(online)}"
@@ -410,44 +368,41 @@ def _described_formats(config: CheckpointFiles, online: str) -> tuple[FormatLook
 
 
 def _notes(
-    config: CheckpointFiles,
-    unquantized: list[str],
-    unsupported_formats: Mapping[str, str],
-    drafts: Container[str],
-    online: str,
-    packed: bool,
-    on_dtype: str,
+    config: CheckpointFiles, layers: Sequence[ExpertLayer], online: str, packed: bool, on_dtype: str
 ) -> Iterable[str]:
-    """Notes on the config; `packed`: the files of layers that it leaves out hold quantized experts; `drafts`: names of
-    layers for multi-token prediction; `on_dtype`: see `served_dtype`."""
+    """Notes on the config; `packed`: the files of layers that it leaves out hold quantized experts; `on_dtype`: see
+    `served_dtype`."""
     yield from config.notes
     left = "which are left to stock vLLM, unaffected by this plugin"
-    if unquantized:
-        yield f"{_count_layers(len(unquantized))} unquantized experts, {left}: {_name_layers(unquantized, drafts)}"
+    if unquantized := [each for each in layers if each.format is None]:
+        yield f"{_count_layers(len(unquantized))} unquantized experts, {left}: {_name_layers(unquantized)}"
     if config.quantization is None and not online and not packed:
-        if model_type(config) == EVEN_SPLIT_MODEL_TYPE:
+        if config.model_type == EVEN_SPLIT_MODEL_TYPE:
             yield "the plugin serves gpt-oss in MXFP4, as OpenAI publishes it; vLLM cannot quantize it at loading"
         else:
             yield f"--quantization {' or '.join(ONLINE_SCHEMES)} would quantize the experts at loading, for this plugin"
-    for format, count in Counter(unsupported_formats.values()).items():
-        names = _name_layers([name for name, other in unsupported_formats.items() if other == format], drafts)
-        yield f"{_count_layers(count)} experts in {format}, {left}: {names}"
-    if unsupported_formats:
+    foreign: dict[str, list[ExpertLayer]] = {}
+    for layer in layers:
+        if isinstance(layer.format, UnsupportedFormat):
+            foreign.setdefault(layer.format.format, []).append(layer)
+    for format, found in foreign.items():
+        yield f"{_count_layers(len(found))} experts in {format}, {left}: {_name_layers(found)}"
+    if foreign:
         yield f"{_SERVED[:1].lower()}{_SERVED[1:]}"
     if config.quantization is not None:
         yield from config_notes(*config.quantization)
     routing = topk_method_note(config), groups_note(config, count_experts(config, 0))
     yield from filter(None, (on_dtype, null_activation_note(config), *routing))
     mtp_count = next((config.model_config[name] for name in MTP_COUNT_FIELDS if config.model_config.get(name)), 0)
-    if isinstance(mtp_count, int) and mtp_count > 0 and model_type(config) not in MTP_MODELS:
+    if isinstance(mtp_count, int) and mtp_count > 0 and config.model_type not in MTP_MODELS:
         yield f"layers of the {mtp_count} multi-token-prediction module(s) are not listed"
 
 
-def _name_layers(names: Collection[str], drafts: Container[str]) -> str:
+def _name_layers(layers: Iterable[ExpertLayer]) -> str:
     """Names of layers, and which of them are for multi-token prediction."""
-    predicting = [name for name in names if name in drafts]
+    predicting = [each.name for each in layers if each.is_mtp]
     also = f" (for multi-token prediction: {compact_layer_names(predicting)})" if predicting else ""
-    return f"{compact_layer_names(names)}{also}"
+    return f"{compact_layer_names(each.name for each in layers)}{also}"
 
 
 def _count_layers(count: int) -> str:

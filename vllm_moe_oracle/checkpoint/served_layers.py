@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..core.decision import Candidate, Decision
 from ..core.field_checks import check_fields, check_value
@@ -28,6 +28,7 @@ from .serving import (
     as_served,
     carried_hidden_size,
     check_exchange,
+    exchange_refusal,
     is_round_robin,
     why_eplb_is_refused,
     why_lora_is_refused,
@@ -124,24 +125,22 @@ class Server:
     def refusal(self, layers: MoeLayers) -> str:
         """Why vLLM would not start with the model, its dtype and the options of parallelism; "" if it would. No experts
         exchange no tokens."""
-        if not (layers.problems or layers.mtp_problems or layers.unquantized or layers.unsupported_formats):
-            return ""
-        ranks = self.ranks
-        refused = why_vllm_refuses(
-            ranks.all2all, self.device.kind, ranks.exchanges_tokens, ranks.dp, quantized=bool(layers.method)
-        )
+        return next(filter(None, self._refusals(layers)), "")
+
+    def _refusals(self, layers: MoeLayers) -> Iterator[str]:
         problems = (*layers.problems, *layers.mtp_problems)
-        if not refused:
-            errors = (dtype_refusal(each, layers.method, self.device) for each in problems)
-            refused = next((error.rule for error in errors if error is not None), "")
-        if self.eplb and not refused:
-            counts = sorted({problem.num_experts for problem in problems}) or [0]
-            reasons = (why_eplb_is_refused(count, ranks.total, self.device.kind) for count in counts)
-            refused = next(filter(None, reasons), "")
-        if not refused:
-            adapters = (why_lora_is_refused(self.serve(each), ranks.all2all) for each in problems)
-            refused = next(filter(None, adapters), "")
-        return refused
+        if not (problems or layers.unquantized or layers.unsupported_formats):
+            return
+        ranks, kind = self.ranks, self.device.kind
+        yield why_vllm_refuses(ranks.all2all, kind, ranks.exchanges_tokens, ranks.dp, quantized=bool(layers.method))
+        for problem in problems:
+            error = dtype_refusal(problem, layers.method, self.device)
+            yield "" if error is None else error.rule
+        if self.eplb:
+            for count in sorted({problem.num_experts for problem in problems}) or [0]:
+                yield why_eplb_is_refused(count, ranks.total, kind)
+        for problem in problems:
+            yield why_lora_is_refused(self.serve(problem), ranks.all2all)
 
     @property
     def refused_profile(self) -> str:
@@ -260,26 +259,17 @@ def _outcome(
         decision = decide(problem, server.device, server.settings, moe_backend, measurements=measurements)
     except NoBackendError as error:
         return _without_backend(server, problem, moe_backend, stock, error, error.candidates)
+    candidates, all2all, kind = decision.candidates, server.ranks.all2all, server.device.kind
     try:
-        check_exchange(problem, server.ranks.all2all, server.device.kind)
+        check_exchange(problem, all2all, kind)
     except NoBackendError as error:
-        candidates = decision.candidates
-        if _is_refused(server, problem):
+        # A hidden size that vLLM rounds up is no refusal.
+        is_rounded = carried_hidden_size(problem, all2all) > problem.hidden_size
+        if exchange_refusal(problem, all2all, kind) is not None or not is_rounded:
             return Outcome(None, candidates, stock, error, _words(error, candidates, problem))
         rounded = StockChoice(unknown="vLLM rounds the hidden size up for the all-to-all")
         return _without_backend(server, problem, moe_backend, rounded, error, candidates)
-    return Outcome(decision, decision.candidates, stock)
-
-
-def _is_refused(server: Server, problem: Problem) -> bool:
-    """Whether vLLM itself refuses the exchange of a layer, whose hidden size it does not just round up."""
-    parallel, all2all, kind = problem.parallel, server.ranks.all2all, server.device.kind
-    return bool(
-        why_vllm_refuses(all2all, kind, parallel.exchanges_tokens, parallel.dp)
-        or (problem.eplb and why_eplb_is_refused(problem.num_experts, parallel.ep, kind))
-        or why_lora_is_refused(problem, all2all)
-        or carried_hidden_size(problem, all2all) <= problem.hidden_size
-    )
+    return Outcome(decision, candidates, stock)
 
 
 def _words(error: NoBackendError, candidates: tuple[Candidate, ...], problem: Problem) -> str:

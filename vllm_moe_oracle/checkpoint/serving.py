@@ -101,27 +101,38 @@ def as_served(
     return with_activations(problem, settings)
 
 
-def check_exchange(problem: Problem, all2all: str, device_kind: str) -> None:
-    """Refuses a layer whose tokens vLLM cannot exchange between data-parallel ranks, whose experts it cannot move
-    between ranks, or whose adapters contradict the all-to-all, as a server does.
+def exchange_refusal(problem: Problem, all2all: str, device_kind: str) -> NoBackendError | None:
+    """The error of a layer whose tokens vLLM does not exchange between data-parallel ranks, whose experts it does not
+    move between ranks, or whose adapters contradict the all-to-all; None where a server starts.
 
     Args:
-        problem: a layer that a backend here would run.
+        problem: the layer.
         all2all: from `releases.all2all.effective_all2all`.
         device_kind: `Device.kind` of the ranks.
-
-    Raises:
-        NoBackendError: vLLM does not serve quantized models, or LoRA adapters of experts, with the all-to-all on such
-            a device, or as `check_hidden_size`.
     """
     parallel = problem.parallel
-    if rule := why_vllm_refuses(all2all, device_kind, parallel.exchanges_tokens, parallel.dp):
-        remedy = "Use --tp instead of --dp" if device_kind == "cpu" else "Choose another --all2all-backend"
-        raise NoBackendError(rule, remedy, problem.layer)
-    if problem.eplb and (rule := why_eplb_is_refused(problem.num_experts, parallel.ep, device_kind)):
-        raise NoBackendError(rule, "Serve without --enable-eplb", problem.layer)
-    if rule := why_lora_is_refused(problem, all2all):
-        raise NoBackendError(rule, _WITHOUT_ALL2ALL, problem.layer)
+    eplb_rule = why_eplb_is_refused(problem.num_experts, parallel.ep, device_kind) if problem.eplb else ""
+    for rule, remedy in (
+        (
+            why_vllm_refuses(all2all, device_kind, parallel.exchanges_tokens, parallel.dp),
+            "Use --tp instead of --dp" if device_kind == "cpu" else "Choose another --all2all-backend",
+        ),
+        (eplb_rule, "Serve without --enable-eplb"),
+        (why_lora_is_refused(problem, all2all), _WITHOUT_ALL2ALL),
+    ):
+        if rule:
+            return NoBackendError(rule, remedy, problem.layer)
+    return None
+
+
+def check_exchange(problem: Problem, all2all: str, device_kind: str) -> None:
+    """Refuses a layer that a backend here would run, and a server does not.
+
+    Raises:
+        NoBackendError: that of `exchange_refusal`, or as `check_hidden_size`.
+    """
+    if (error := exchange_refusal(problem, all2all, device_kind)) is not None:
+        raise error
     check_hidden_size(problem, all2all)
 
 
@@ -130,7 +141,7 @@ def check_hidden_size(problem: Problem, all2all: str) -> None:
 
     Args:
         problem: the layer.
-        all2all: as for `check_exchange`; not used where no tokens are exchanged.
+        all2all: as for `exchange_refusal`; not used where no tokens are exchanged.
 
     Raises:
         NoBackendError: vLLM rounds the size up, and its own classes alone load such a layer; or it is too large.

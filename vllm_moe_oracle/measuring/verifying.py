@@ -20,7 +20,7 @@ import msgspec
 
 from .. import __version__
 from ..checkpoint.files import CheckpointFiles
-from ..checkpoint.layer_names import moe_layer_names, mtp_layer_names
+from ..checkpoint.layer_names import expert_layers, mtp_layers
 from ..checkpoint.moe_layers import MoeLayers, find_moe_layers
 from ..checkpoint.serving import with_activations
 from ..core.decision import Decision
@@ -136,7 +136,7 @@ class Verification:
         release = device.packages.get("vllm")
         self.layers: MoeLayers = find_moe_layers(config, vllm=release, dtype=dtype, capability=device.capability)
         self.gemma_norms = has_gemma_norms(_architectures(config))
-        names = {each.modules[0]: each for each in self._names(config, release)}
+        names = {each.name: each.names for each in (*expert_layers(config, release), *mtp_layers(config, release))}
         drafts = [each for each in self.layers.mtp_problems if each.layer not in self.layers.absent_drafts]
         problems = [with_activations(each, settings) for each in (*self.layers.problems, *drafts)]
         found = [self._plan(problem) for problem in problems]
@@ -147,7 +147,7 @@ class Verification:
             ]
             total = len(found) + len(self.layers.unquantized) + len(self.layers.unsupported_formats)
             rule = f"there is nothing to verify: stock vLLM serves all {total} MoE layers"
-            raise MeasurementError(f"{rule} ({'; '.join(reasons) or 'not quantized'})", "", str(config.path))
+            raise MeasurementError(f"{rule} ({'; '.join(reasons) or 'not quantized'})", "", config.where)
         self.files: TensorFiles = TensorFiles(config.path.parent)
         try:
             self.plans = [
@@ -163,11 +163,6 @@ class Verification:
             self.files.close()
             raise
         self.identity = self._identity(config)
-
-    @staticmethod
-    def _names(config: CheckpointFiles, release: str | None) -> Iterator[Any]:
-        yield from moe_layer_names(config, release).values()
-        yield from mtp_layer_names(config, release).values()
 
     def __enter__(self) -> Verification:
         return self
