@@ -15,13 +15,13 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..quantization.fields import short_repr
-from ..untrusted import boundary, check_values, exists, parse_json, read_file
+from ..untrusted import boundary, check_values, exists, read_file
 
 MAX_HEADER_BYTES = 32 << 20
 """Largest header that is read. The format allows 100 MB; a header of 20,000 tensors has 3 MB."""
@@ -216,11 +216,8 @@ def _headers(folder: Path) -> Iterator[dict[str, _Tensor]]:
     """The tensors of each file, by name; see `expert_tensors`."""
     for path in tensor_files(folder):
         with _opened(path) as file:
-            data = _header_bytes(file)
-            check_values(data, CheckpointError, str(path))
-            tensors = _TYPES.decode(data)
-            tensors.pop("__metadata__", None)
-            _check_places(tensors, os.fstat(file.fileno()).st_size - 8 - len(data), str(path))
+            tensors, begin = _read_header(file, str(path))
+            _check_places(tensors, os.fstat(file.fileno()).st_size - begin, str(path))
         yield tensors
 
 
@@ -308,7 +305,15 @@ def _is_plain(kind: tuple[str, str]) -> bool:
 
 def _has_nonzero_bias(path: Path) -> bool:
     with _opened(path) as file:
-        return any(_any_nonzero(data, width) for data, width in _read_biases(file, str(path)))
+        tensors, begin = _read_header(file, str(path))
+        places = {name: each.data_offsets or (0, 0) for name, each in tensors.items() if is_expert_bias(name)}
+        if sum(last - first for first, last in places.values()) > MAX_BIAS_BYTES:
+            raise ValueError(f"its biases of experts have more than {MAX_BIAS_BYTES} bytes")
+        _check_places(tensors, os.fstat(file.fileno()).st_size - begin, str(path))
+        return any(
+            _is_nonzero(file, begin + first, begin + last, _DTYPE_BYTES.get(tensors[name].dtype, 1))
+            for name, (first, last) in places.items()
+        )
 
 
 @contextlib.contextmanager
@@ -323,21 +328,17 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _header_bytes(file: BinaryIO) -> bytes:
+def _read_header(file: BinaryIO, where: str) -> tuple[dict[str, _Tensor], int]:
+    """The tensors of a file, by name, of equal names the last as in vLLM's reader; and where their bytes begin."""
     length = os.fstat(file.fileno()).st_size
     size = int.from_bytes(file.read(8), "little")
     if not 0 < size <= min(MAX_HEADER_BYTES, length - 8):
         raise ValueError(f"its header would have {size} bytes")
-    return file.read(size)
-
-
-def _read_header(file: BinaryIO, where: str) -> tuple[dict[str, Any], int]:
-    """What the file says of each tensor, by name, and the header's bytes."""
-    data = _header_bytes(file)
-    tensors = parse_json(data, CheckpointError, where, [])  # of a name that comes twice, vLLM's reader takes the last
-    if not isinstance(tensors, dict):
-        raise ValueError(f"its header is {short_repr(tensors)}, not an object")
-    return tensors, len(data)
+    data = file.read(size)
+    check_values(data, CheckpointError, where)
+    tensors = _TYPES.decode(data)
+    tensors.pop("__metadata__", None)
+    return tensors, 8 + size
 
 
 def differing_tensor(one: Path, other: Path, names: Iterable[str]) -> str:
@@ -354,14 +355,13 @@ def differing_tensor(one: Path, other: Path, names: Iterable[str]) -> str:
     """
     with _opened(one) as first, _opened(other) as second:
         files = (first, second)
-        headers = [_header_bytes(file) for file in files]
-        tables = [_TYPES.decode(header) for header in headers]
+        headers = [_read_header(file, str(path)) for file, path in zip(files, (one, other), strict=True)]
         for name in names:
-            own, its = (table[name] for table in tables)
+            own, its = (tensors[name] for tensors, _ in headers)
             if (own.dtype, own.shape) != (its.dtype, its.shape) or own.data_offsets is None or its.data_offsets is None:
                 return name
-            for file, header, (start, _) in zip(files, headers, (own.data_offsets, its.data_offsets), strict=True):
-                file.seek(8 + len(header) + start)
+            for file, (_, begin), (start, _) in zip(files, headers, (own.data_offsets, its.data_offsets), strict=True):
+                file.seek(begin + start)
             left = own.data_offsets[1] - own.data_offsets[0]
             while left > 0:
                 pieces = {file.read(min(_PIECE_BYTES, left)) for file in files}
@@ -371,37 +371,11 @@ def differing_tensor(one: Path, other: Path, names: Iterable[str]) -> str:
     return ""
 
 
-def _read_biases(file: BinaryIO, where: str) -> Iterator[tuple[bytes, int]]:
-    """Yields the bytes of each expert bias in pieces, and the bytes per number."""
-    length = os.fstat(file.fileno()).st_size
-    tensors, size = _read_header(file, where)
-    total = 0
-    for name, tensor in tensors.items():
-        if name == "__metadata__" or not is_expert_bias(name):
-            continue
-        first, last, width = _place_and_width(name, tensor)
-        if not 0 <= first <= last <= length - 8 - size:
-            raise ValueError(f"{name} would be bytes {first} to {last} of {length - 8 - size}")
-        total += last - first
-        if total > MAX_BIAS_BYTES:
-            raise ValueError(f"its biases of experts have more than {MAX_BIAS_BYTES} bytes")
-        file.seek(8 + size + first)
-        for at in range(first, last, _PIECE_BYTES):
-            piece = min(_PIECE_BYTES, last - at)
-            data = file.read(piece)
-            if len(data) != piece:
-                raise ValueError(f"it ends before {name} does")
-            yield data, width
-
-
-def _place_and_width(name: str, tensor: object) -> tuple[int, int, int]:
-    """Where a tensor begins and ends among the bytes of a file, and the bytes per number, from its entry in the
-    header."""
-    fields = tensor if isinstance(tensor, dict) else {}
-    place, dtype = fields.get("data_offsets"), fields.get("dtype")
-    if not isinstance(place, list) or [type(each) for each in place] != [int, int] or not isinstance(dtype, str):
-        raise ValueError(f"{name} is {short_repr(tensor)}, without a dtype and two data_offsets")
-    return place[0], place[1], _DTYPE_BYTES.get(dtype, 1)
+def _is_nonzero(file: BinaryIO, first: int, last: int, width: int) -> bool:
+    """Whether one of the numbers of `width` bytes from byte `first` to `last` is neither zero nor minus zero; read in
+    pieces."""
+    file.seek(first)
+    return any(_any_nonzero(file.read(min(_PIECE_BYTES, last - at)), width) for at in range(first, last, _PIECE_BYTES))
 
 
 def _any_nonzero(data: bytes, width: int) -> bool:
