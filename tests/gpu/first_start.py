@@ -2,8 +2,9 @@
 
     python tests/gpu/first_start.py --json first-start.json [--budget 60]
 
-One GPU with vLLM and the plugin installed. The GPU is made unknown by a copy of the installed plugin without its
-shipped times and without its latency model. Two layers with random weights are served, each start in its own processes:
+As many GPUs as ``--ranks``, with vLLM and the plugin installed. They are made unknown by a copy of the installed plugin
+without its shipped times and without its latency model. Two layers with random weights are served, each start in its
+own processes:
 
 * a first start, which measures within its budget, and a second one, which measures nothing, or only what the first
   one says that it left for the next;
@@ -41,7 +42,8 @@ import sys, time
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     llm = LLM(model=sys.argv[1], load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True,
-              max_model_len=2048, max_num_batched_tokens=4096, gpu_memory_utilization=0.3, enable_prefix_caching=False)
+              max_model_len=2048, max_num_batched_tokens=4096, gpu_memory_utilization=0.3, enable_prefix_caching=False,
+              tensor_parallel_size=int(sys.argv[3]))
     out = llm.generate([{"prompt_token_ids": list(range(5, 40))}], SamplingParams(max_tokens=8, detokenize=False))
     print("SERVED", len(out[0].outputs[0].token_ids), flush=True)
     time.sleep(float(sys.argv[2]))
@@ -67,8 +69,8 @@ def unknown_gpu(folder: Path) -> Path:
 class Starts:
     """Runs starts one after the other and keeps what they said."""
 
-    def __init__(self, folder: Path, plugin: Path, budget: float, file: Path) -> None:
-        self.folder, self.plugin, self.budget, self.file = folder, plugin, budget, file
+    def __init__(self, folder: Path, plugin: Path, budget: float, file: Path, ranks: int) -> None:
+        self.folder, self.plugin, self.budget, self.file, self.ranks = folder, plugin, budget, file, ranks
         self.rows: list[dict[str, Any]] = []
         (folder / "server.py").write_text(SERVER)
 
@@ -87,7 +89,7 @@ class Starts:
             "PYTHONPATH": path, "MOE_ORACLE_MEASURE_AT_START": f"{self.budget:g}", "MOE_ORACLE_CACHE": str(cache),
             "VLLM_LOGGING_LEVEL": "INFO", "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
-        command = [sys.executable, str(self.folder / "server.py"), str(self.model(model)), str(stay)]
+        command = [sys.executable, str(self.folder / "server.py"), str(self.model(model)), str(stay), str(self.ranks)]
         return subprocess.Popen(
             command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             start_new_session=True,
@@ -143,13 +145,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=60)
     parser.add_argument("--models", default="qwen3-mxfp8,gpt-oss")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of each server")
     parser.add_argument("--parts", default="twice,kill,disk,neighbor", help="which starts; a full disk needs root")
     args = parser.parse_args()
     first, *rest = args.models.split(",")
     other = rest[0] if rest else first
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        starts = Starts(folder, unknown_gpu(folder / "plugin"), args.budget, args.json)
+        starts = Starts(folder, unknown_gpu(folder / "plugin"), args.budget, args.json, args.ranks)
         measured, measuring, served = "measured at this start", "is measured for up to", "run through the oracle"
         parts = args.parts.split(",")
         if "twice" in parts:

@@ -13,6 +13,15 @@ from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measuring import worker_pool
 from vllm_moe_oracle.measuring.broken_context import BrokenContextError
 
+WARM = "MOE_ORACLE_TEST_WARM"
+
+
+def warm_up() -> None:
+    """What every worker does first: leaves a word for its tasks, or refuses."""
+    if os.environ.get(WARM) == "refuse":
+        raise MeasurementError("vLLM cannot be imported", "Install it")
+    os.environ[WARM] = str(time.monotonic())
+
 
 def work(task: Any, send: worker_pool.SendProgress) -> Any:
     """What a task does, by its first word."""
@@ -21,6 +30,8 @@ def work(task: Any, send: worker_pool.SendProgress) -> Any:
         print("a library's chatter")
         send("here")
         return os.environ.get(settings.VISIBLE_GPUS_VAR)
+    if word == "warm since":
+        return float(os.environ[WARM])
     if word == "die once" and not Path(rest[0]).exists():
         Path(rest[0]).touch()
         os.kill(os.getpid(), signal.SIGKILL)

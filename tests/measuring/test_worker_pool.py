@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -119,6 +120,21 @@ def test_workers_start_meanwhile_and_then_get_tasks_as_they_are() -> None:
     with pytest.raises(MeasurementError, match="the disk is full"):
         [*worker_pool.run_tasks(pool_tasks.work, [("hang",)], [None], meanwhile=fails)]
     assert started and all(has_ended(each.pid, 10) for each in started)
+
+
+def test_workers_warm_up_before_their_tasks_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready: list[float] = []
+
+    def meanwhile() -> None:
+        time.sleep(2.0)
+        ready.append(time.monotonic())
+
+    call = functools.partial(worker_pool.run_tasks, pool_tasks.work, warm_up=pool_tasks.warm_up)
+    (news,) = call([("warm since",)], [None], meanwhile=meanwhile)
+    assert news.kind == "done" and news.value < ready[0]
+    monkeypatch.setenv(pool_tasks.WARM, "refuse")
+    with pytest.raises(MeasurementError, match="vLLM cannot be imported"):
+        [*call([("fine",)], [None])]
 
 
 def test_a_worker_that_closed_its_pipe_and_lives_on_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

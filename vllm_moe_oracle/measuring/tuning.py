@@ -361,7 +361,9 @@ def _tune_on_gpus(
         limits = worker_pool.Limits(options.silence, left)
     progress(f"starting {len(gpus)} process{'es' * (len(gpus) > 1)}", 0, sum(sizes))
     quiet = len(gpus) > 1 or options.silence is not None  # a start's log has warnings of its own
-    events = worker_pool.run_tasks(_tune_one, tasks, gpus, _MAX_ATTEMPTS, quiet, limits, record_crash, prepare)
+    events = worker_pool.run_tasks(
+        _tune_one, tasks, gpus, _MAX_ATTEMPTS, quiet, limits, record_crash, prepare, _become_worker
+    )
     with contextlib.closing(events):
         for event in events:
             task = tasks[event.task]
@@ -381,6 +383,12 @@ def _tune_on_gpus(
             left_out = [each for each in task.known_samples() if each.backend in task.options.without]
             outcomes[event.task].add(left_out, new=False)
     return [outcomes[index] for index in range(len(tasks))]
+
+
+def _become_worker() -> None:
+    """Imports vLLM and makes its groups in this process, which takes seconds and lasts for all its tasks."""
+    with engine.open_context(detect(), 1):
+        pass
 
 
 def _tune_one(task: _TuneTask, send: worker_pool.SendProgress) -> TuneOutcome:

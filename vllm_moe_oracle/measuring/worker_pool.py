@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import multiprocessing
 import os
@@ -69,8 +70,8 @@ def _ignore_crash(task: int, why: str, silent: float) -> None:
     """The usual `OnCrash`."""
 
 
-def _only_wait() -> None:
-    """What this process usually does meanwhile."""
+def _do_nothing() -> None:
+    """What a worker usually does before its first task, and its parent meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,8 @@ def run_tasks(
     quiet: bool = False,
     limits: Limits = _NO_LIMITS,
     on_crash: OnCrash = _ignore_crash,
-    meanwhile: Callable[[], None] = _only_wait,
+    meanwhile: Callable[[], None] = _do_nothing,
+    warm_up: Callable[[], None] = _do_nothing,
 ) -> Generator[TaskEvent, None, None]:
     """Runs tasks in worker processes, in the order of the list.
 
@@ -154,7 +156,9 @@ def run_tasks(
         limits: when workers are killed.
         on_crash: called with each task that took its worker down, why ("" where the task has stored that itself), and
             the seconds of silence after which the worker was killed, 0 if it ended otherwise.
-        meanwhile: called once, while the workers start and import what they need. They get their first tasks after it.
+        meanwhile: called once here, while the workers start and warm up. They get their first tasks after it.
+        warm_up: called in each worker before its first task, whose outcome it becomes if it fails. Must be a
+            module-level function.
 
     Yields:
         Progress and outcomes, as they arrive.
@@ -163,7 +167,7 @@ def run_tasks(
         OracleError: a task raised it.
         RuntimeError: a task raised something else; the message is its traceback.
     """
-    pool = _Pool(function, tasks, attempts, quiet, limits, on_crash)
+    pool = _Pool(function, tasks, attempts, quiet, limits, on_crash, warm_up)
     try:
         idle = [pool.start(gpu) for gpu in gpus[: len(tasks)]]
         meanwhile()
@@ -193,6 +197,7 @@ class _Pool:
     quiet: bool
     limits: Limits
     on_crash: OnCrash
+    warm_up: Callable[[], None]
     waiting: deque[int] = field(init=False)
     deaths: Counter[int] = field(default_factory=Counter)
     workers: dict[Connection, _Worker] = field(default_factory=dict)
@@ -210,7 +215,7 @@ class _Pool:
         self.workers[ours] = _Worker(process, gpu)
         with contextlib.suppress(OSError):  # a dead worker is found when its pipe is read
             ours.send(sys.path)
-            ours.send((self.function, self.quiet))
+            ours.send((self.function, self.quiet, self.warm_up))
         return ours
 
     def seconds_to_limit(self) -> float | None:
@@ -321,11 +326,13 @@ def work(connection: Connection) -> None:
     process = os.getpid()
     os.register_at_fork(after_in_child=connection.close)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        function, quiet = connection.recv()
+        function, quiet, warm_up = connection.recv()
         if quiet:
             logging.disable(logging.WARNING)
+        warmed_up = _outcome_of(warm_up)
         while (received := connection.recv()) is not None:
-            outcome = _run_task(function, received[1], lambda value: connection.send(("progress", value)))
+            task = functools.partial(function, received[1], lambda value: connection.send(("progress", value)))
+            outcome = _outcome_of(task) if warmed_up[0] == "done" else warmed_up
             watchdog.end_copy(process, "what is measured", f"{env_var('disable')}=NAME leaves a backend out")
             connection.send(outcome)
             if outcome[0] == "broken":
@@ -335,10 +342,10 @@ def work(connection: Connection) -> None:
     os._exit(0)  # an orderly exit would take seconds to destroy the CUDA context
 
 
-def _run_task(function: TaskFunction, task: Any, send: SendProgress) -> tuple[str, Any]:
-    """The message about a task's outcome."""
+def _outcome_of(task: Callable[[], Any]) -> tuple[str, Any]:
+    """Runs a task; the message about its outcome."""
     try:
-        return "done", function(task, send)
+        return "done", task()
     except BrokenContextError as error:
         return "broken", error.rule
     except OracleError as error:
