@@ -37,7 +37,7 @@ takes."""
 
 COMPILE_SHARES = (0.75, 0.9)
 """Shares of the time in which each backend has to come back from its first call: at first, and where one did not at an
-earlier start. About 10 s of it pass until processes run; measuring compiled kernels takes about 15 s."""
+earlier start. About 10 s of it pass until processes run; measuring compiled kernels took 8 to 16 s on H200s."""
 
 COMPILE_PROCESS_GIB = 3.0
 """Host memory of a process that compiles, with vLLM, a CUDA context and compilers, somewhat more than less."""
