@@ -189,14 +189,14 @@ def test_lists_of_modules_may_be_lists_of_lists(explain: Any) -> None:
 
 
 def test_groups_that_a_shard_boundary_splits_are_halved_if_in_order(explain: Any) -> None:
-    from vllm_moe_oracle.core.sharding import loaded_group_size, scale_group_reasons
+    from vllm_moe_oracle.core.sharding import loaded_group_size, split_reasons
 
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
     for each in (gptq, compressed(group(INT4), format=PACKED)):
         halved = explain(quantized(quantization_config=each), tp=4).problems[0]
-        assert loaded_group_size(halved) == 64 and not scale_group_reasons(halved)
+        assert loaded_group_size(halved) == 64 and not split_reasons(halved)
     ordered = explain(quantized(quantization_config=gptq | {"desc_act": True}), tp=4).problems[0]
-    assert loaded_group_size(ordered) == 128 and not scale_group_reasons(ordered)
+    assert loaded_group_size(ordered) == 128 and not split_reasons(ordered)
 
 
 def test_integers_of_gpt_oss_are_loaded_with_gate_and_up_apart(explain: Any) -> None:

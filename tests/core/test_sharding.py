@@ -18,10 +18,10 @@ from vllm_moe_oracle.core.sharding import (
     loader_reasons,
     padded_plan,
     round_up,
-    scale_group_reasons,
     scale_group_size,
     shard_by_scale_groups,
     shard_size,
+    split_reasons,
     suggest_parallelism,
 )
 
@@ -136,7 +136,7 @@ def test_halved_groups_are_reported() -> None:
     assert describe_loaded_group(problem(scheme=INT4_G128, intermediate_size=192, tp=4)) == words
     ordered = dataclasses.replace(INT4_G128, act_order="group")
     assert describe_loaded_group(problem(scheme=ordered, intermediate_size=192, tp=4)) == ""
-    (reason,) = scale_group_reasons(problem(scheme=INT4_G128, intermediate_size=48, tp=16))
+    (reason,) = split_reasons(problem(scheme=INT4_G128, intermediate_size=48, tp=16))
     words = "intermediate size 768 / 16 = 48 is not a multiple of the scale group 32, halved from 128 (48 mod 32 = 16)"
     assert reason.detail == words and reason.remedy.startswith("TP 8 or expert parallelism")
 
@@ -146,7 +146,7 @@ def test_without_a_cut_there_is_no_other_cut_to_offer() -> None:
 
 
 def test_a_shard_that_splits_a_scale_group_is_refused_with_a_remedy() -> None:
-    (reason,) = scale_group_reasons(problem(scheme=INT4_G32, intermediate_size=80, tp=2))
+    (reason,) = split_reasons(problem(scheme=INT4_G32, intermediate_size=80, tp=2))
     assert reason.code == "group.intermediate"
     assert reason.detail == "intermediate size 160 / 2 = 80 is not a multiple of the scale group 32 (80 mod 32 = 16)"
     assert reason.remedy == (
@@ -160,30 +160,30 @@ def test_shares_of_whole_groups_are_as_equal_as_groups_allow() -> None:
     ragged = shard_by_scale_groups(layer)
     assert (ragged.intermediate_size, ragged.unsharded_intermediate_size) == (96, 160)
     assert [shard_size(ragged, rank) for rank in range(2)] == [96, 64]
-    assert scale_group_reasons(ragged) == []
+    assert split_reasons(ragged) == []
     even = problem(scheme=INT4_G32, intermediate_size=96, tp=2)
     assert shard_by_scale_groups(even) is even
     # A rank would get nothing: 3 groups over 4 ranks.
     few = problem(scheme=INT4_G32, intermediate_size=24, tp=4)
-    assert shard_by_scale_groups(few) is few and scale_group_reasons(few)
+    assert shard_by_scale_groups(few) is few and split_reasons(few)
     ordered = dataclasses.replace(layer, scheme=dataclasses.replace(INT4_G32, act_order="group"))
     assert shard_by_scale_groups(ordered) is ordered
 
 
 def test_the_largest_smaller_cut_is_offered() -> None:
     # In groups of 32: 192 / 4 = 48 splits a group, 192 / 2 = 96 does not.
-    (reason,) = scale_group_reasons(problem(scheme=INT4_G32, intermediate_size=48, tp=4))
+    (reason,) = split_reasons(problem(scheme=INT4_G32, intermediate_size=48, tp=4))
     assert "192 / 4 = 48" in reason.detail and "48 mod 32 = 16" in reason.detail
     assert reason.remedy.startswith("TP 2 or expert parallelism over the 4 ranks")
-    assert scale_group_reasons(problem(scheme=INT4_G32, intermediate_size=96, tp=2)) == []
+    assert split_reasons(problem(scheme=INT4_G32, intermediate_size=96, tp=2)) == []
 
 
 def test_expert_parallelism_keeps_the_size_and_the_groups() -> None:
-    assert scale_group_reasons(problem(scheme=INT4_G128, intermediate_size=640, ep=2, local_experts=64)) == []
+    assert split_reasons(problem(scheme=INT4_G128, intermediate_size=640, ep=2, local_experts=64)) == []
 
 
 def test_both_sizes_are_reported_when_both_fail() -> None:
-    reasons = scale_group_reasons(problem(scheme=MXFP8, hidden_size=100, intermediate_size=50))
+    reasons = split_reasons(problem(scheme=MXFP8, hidden_size=100, intermediate_size=50))
     assert [reason.code for reason in reasons] == ["group.hidden", "group.intermediate"]
     assert "100 mod 32 = 4" in reasons[0].detail and "50 mod 32 = 18" in reasons[1].detail
     assert [reason.remedy for reason in reasons] == ["", ""]
@@ -202,7 +202,7 @@ def test_both_sizes_are_reported_when_both_fail() -> None:
 def test_scale_groups(scheme: Scheme, group: int) -> None:
     layer = problem(scheme=scheme, intermediate_size=group * 7, hidden_size=group * 3)
     assert scale_group_size(layer) == group
-    assert scale_group_reasons(layer) == []
+    assert not any(reason.code.startswith("group.") for reason in split_reasons(layer))
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 4000))

@@ -26,9 +26,8 @@ from vllm_moe_oracle.core.sharding import (
     has_act_order,
     has_group_index,
     loaded_group_size,
-    packing_reasons,
     scale_columns,
-    scale_group_reasons,
+    split_reasons,
 )
 from vllm_moe_oracle.schemes import wna16
 
@@ -150,7 +149,7 @@ def test_sharding_cuts_scales_with_groups_unless_act_order() -> None:
         scheme = dataclasses.replace(whole.scheme, act_order=act_order)  # type: ignore[arg-type]
         part = problem(scheme=scheme, experts=8, intermediate_size=768 // ranks, tp=ranks)
         assert (scale_columns(part), has_act_order(part), has_group_index(part)) == (columns, ordered, indexed)
-        assert scale_group_reasons(part) == []
+        assert split_reasons(part) == []
     channel = problem(scheme=Scheme("wna16", 8, -1, "gptq", act_order="group"), intermediate_size=192, tp=4)
     assert scale_columns(channel) == (1, 1) and not has_act_order(channel) and not has_group_index(channel)
 
@@ -166,8 +165,8 @@ def test_groups_out_of_order_are_not_halved() -> None:
 
 def test_with_act_order_only_the_whole_size_must_be_whole_groups() -> None:
     scheme = dataclasses.replace(INT4_G128, act_order="group")
-    assert scale_group_reasons(problem(scheme=scheme, intermediate_size=320, tp=2)) == []
-    (reason,) = scale_group_reasons(problem(scheme=scheme, intermediate_size=352, tp=2))
+    assert split_reasons(problem(scheme=scheme, intermediate_size=320, tp=2)) == []
+    (reason,) = split_reasons(problem(scheme=scheme, intermediate_size=352, tp=2))
     assert reason.detail == "intermediate size 704 is not a multiple of the scale group 128 (704 mod 128 = 64)"
 
 
@@ -180,7 +179,7 @@ def test_the_group_that_moe_wna16_loads_is_the_largest_half_that_fits(group: int
     halves = [group >> times for times in range(4) if group >> times >= 32 and group % (1 << times) == 0]
     fitting = [each for each in halves if 32 * hidden % each == 0 and 32 * inner % each == 0]
     assert found == (-1 if group == -1 else fitting[0] if fitting else halves[-1])
-    assert bool(scale_group_reasons(layer)) is (group != -1 and not fitting)
+    assert bool(split_reasons(layer)) is (group != -1 and not fitting)
 
 
 @pytest.mark.parametrize(
@@ -193,10 +192,10 @@ def test_the_group_that_moe_wna16_loads_is_the_largest_half_that_fits(group: int
 def test_shards_never_split_a_packed_word(packing: str, bits: int, codes: int) -> None:
     scheme = Scheme("wna16", bits, -1, packing)
     good = problem(scheme=scheme, hidden_size=64, intermediate_size=8 * codes, tp=2)
-    assert codes_per_word(good) == codes and packing_reasons(good) == []
+    assert codes_per_word(good) == codes and split_reasons(good) == []
     if codes > 1:
         bad = problem(scheme=scheme, hidden_size=64 + codes // 2, intermediate_size=codes * 3 // 2, tp=2)
-        first, second = packing_reasons(bad)
+        first, second = split_reasons(bad)
         assert (first.code, second.code) == ("packing.hidden", "packing.intermediate")
         size = codes * 3 // 2
         assert second.detail == (
@@ -204,13 +203,14 @@ def test_shards_never_split_a_packed_word(packing: str, bits: int, codes: int) -
             f"packing {packing} ({size} mod {codes} = {codes // 2})"
         )
         assert (first.remedy, second.remedy) == ("", "")  # no other cut makes the hidden size fit
-        (only,) = packing_reasons(dataclasses.replace(bad, hidden_size=64))
+        (only,) = split_reasons(dataclasses.replace(bad, hidden_size=64))
         assert only.remedy.startswith("TP 1 or expert parallelism")
         assert [reason.code for reason in BACKEND.check(bad, H200).reasons] == [first.code, second.code]  # type: ignore[union-attr]
 
 
 def test_unpacked_formats_have_no_packing_reasons() -> None:
-    assert packing_reasons(problem(hidden_size=33, intermediate_size=35)) == []
+    codes = [reason.code for reason in split_reasons(problem(hidden_size=33, intermediate_size=35))]
+    assert codes == ["group.hidden", "group.intermediate"]
 
 
 # --- Emulation --------------------------------------------------------------------------------------------------------

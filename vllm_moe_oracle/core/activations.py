@@ -235,7 +235,7 @@ def config_fields(name: str, parameter: str) -> tuple[str, ...]:
 
     A list has a value for each layer.
     """
-    field = (ACTIVATIONS.get(name) or ActivationSpec(name, "unknown")).config_fields.get(parameter)
+    field = spec_of(Activation(name)).config_fields.get(parameter)
     return (field, f"{field}s", f"expert_{field}_list") if field else ()
 
 
@@ -247,7 +247,7 @@ def layer_fields(name: str) -> Mapping[str, str]:
     Args:
         name: the table's.
     """
-    return {**_SWIGLU_FIELDS, **(ACTIVATIONS.get(name) or ActivationSpec(name, "unknown")).config_fields}
+    return {**_SWIGLU_FIELDS, **spec_of(Activation(name)).config_fields}
 
 
 def vllm_name(activation: Activation) -> str:

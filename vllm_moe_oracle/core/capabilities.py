@@ -19,11 +19,10 @@ from .sharding import (
     describe_shard,
     is_shardable,
     loader_reasons,
-    packing_reasons,
     padding_reasons,
-    scale_group_reasons,
     scale_group_size,
     size_reasons,
+    split_reasons,
     suggest_parallelism,
 )
 
@@ -268,8 +267,7 @@ def _shape_reasons(
             return False
         return {reason.code for reason in others(other)} <= {reason.code for reason in others(problem)}
 
-    reasons = padding_reasons(problem, works)
-    reasons += scale_group_reasons(problem, works) + packing_reasons(problem, works) + loader_reasons(problem)
+    reasons = padding_reasons(problem, works) + split_reasons(problem, works) + loader_reasons(problem)
     told = {reason.code: reason for reason in reasons}
     for reason in _alignment_reasons(capabilities, problem, plan(problem)):
         name = reason.code.removeprefix("alignment.")

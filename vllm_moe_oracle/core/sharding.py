@@ -194,21 +194,19 @@ def is_shardable(problem: Problem) -> bool:
     return not (split or loader_reasons(problem) or problem.unpadded_intermediate_size)
 
 
-def scale_group_reasons(problem: Problem, works: IsViable = is_shardable) -> list[Reason]:
-    """Why the sharding would split scale groups; empty if it does not.
+def split_reasons(problem: Problem, works: IsViable = is_shardable) -> list[Reason]:
+    """Why the sharding would split scale groups or packed words of integer codes; empty if it does not.
 
     A rank's scales are a slice of the checkpoint's, so a shard must begin and end with a group. With act order
-    ``group`` every rank holds all scales, and only the unsharded size must be a multiple of the group size.
+    ``group`` every rank holds all scales, and only the unsharded size must be a multiple of the group size. Some
+    packings pack along input features, others along rows, and zero points are always packed along rows: both sizes must
+    be whole words.
 
     Args:
         problem: the layer on this rank.
         works: see `suggest_parallelism`.
     """
-    return _with_suggestions(_split_scale_groups(problem), problem, works)
-
-
-def _with_suggestions(broken: list[Reason], problem: Problem, works: IsViable) -> list[Reason]:
-    """The reasons; those about the sharded size get a remedy."""
+    broken = _split_scale_groups(problem) + _split_packed_words(problem)
     sharded = [reason for reason in broken if reason.code.endswith(".intermediate")]
     if not sharded:
         return broken
@@ -338,19 +336,6 @@ def codes_per_word(problem: Problem) -> int:
     if scheme.name != "wna16" or scheme.bits not in (4, 8):
         return 1
     return (8 if scheme.packing in ("moe_wna16", "compressed-tensors-int") else 32) // scheme.bits
-
-
-def packing_reasons(problem: Problem, works: IsViable = is_shardable) -> list[Reason]:
-    """Why the sharding would split packed words of integer codes; empty if it does not.
-
-    Some packings pack along input features, others along rows, and zero points are always packed along rows: both
-    sizes must be whole words.
-
-    Args:
-        problem: the layer on this rank.
-        works: see `suggest_parallelism`.
-    """
-    return _with_suggestions(_split_packed_words(problem), problem, works)
 
 
 def _split_packed_words(problem: Problem) -> list[Reason]:

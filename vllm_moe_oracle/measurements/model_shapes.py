@@ -15,7 +15,7 @@ import msgspec
 
 from ..core.activations import with_defaults
 from ..core.problem import MX_BLOCK, Activation, Parallel, Problem, Routing, Scheme
-from ..core.sharding import packing_reasons, scale_group_reasons, shard_by_blocks
+from ..core.sharding import shard_by_blocks, split_reasons
 from ..errors import MeasurementError, did_you_mean
 
 FILE = Path(__file__).parents[1] / "profiles" / "shapes.json"
@@ -191,7 +191,7 @@ def make_problem(scheme_name: str, shape_name: str, tp: int = 1) -> Problem:
     )
     if activation.interleaved:  # gpt-oss's loader splits between blocks
         problem = shard_by_blocks(problem)
-    if reasons := scale_group_reasons(problem) + packing_reasons(problem):
+    if reasons := split_reasons(problem):
         raise MeasurementError("; ".join(map(str, reasons)), where=layer)
     return problem
 

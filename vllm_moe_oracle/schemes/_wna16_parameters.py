@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.problem import Problem
-from ..core.sharding import has_act_order, packing_reasons, scale_columns, scale_group_reasons
+from ..core.sharding import has_act_order, scale_columns, split_reasons
 from ..errors import CheckpointError
 from ._checks import FLOAT_DTYPES, dtype_name, require_finite
 from ._packings import PACKINGS, Layout, Packing, packed_shapes
@@ -215,7 +215,7 @@ def _check_problem(problem: Problem) -> None:
     if problem.activation.interleaved:
         rule = "the rows of w13 alternate gate and up; WNA16 is read as gate rows, then up rows"
         raise CheckpointError(rule, where=problem.layer)
-    reasons = scale_group_reasons(problem) + packing_reasons(problem)
+    reasons = split_reasons(problem)
     if reasons:
         remedy = next((reason.remedy for reason in reasons if reason.remedy), "")
         raise CheckpointError("; ".join(reason.detail for reason in reasons), remedy, problem.layer)
