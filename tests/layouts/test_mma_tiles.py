@@ -20,13 +20,27 @@ def codes(rows: int, columns: int) -> torch.Tensor:
     return torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
+def split_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """The low one of a byte first."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+PACKS = {"bytes": (pack_tiles, 8), "nibbles": (pack_nibbles, 4)}
+"""The function for codes of this many bits."""
+each_pack = pytest.mark.parametrize(("pack", "bits"), PACKS.values(), ids=PACKS)
+
+
+@each_pack
 @settings(max_examples=20)
 @given(tiles=st.tuples(st.integers(1, 5), st.integers(1, 9)), order=st.sampled_from(ORDERS))
-def test_every_byte_has_a_place(tiles: tuple[int, int], order: LaneOrder) -> None:
-    original = codes(64 * tiles[0], 16 * tiles[1])
-    packed = pack_tiles(original, order)
-    assert packed.dtype == torch.int32 and packed.shape == (tiles[1], 256 * tiles[0]) and packed.is_contiguous()
-    assert keeps_every_bit(pack_tiles, original.shape, order=order)
+def test_every_code_has_a_place(pack: Any, bits: int, tiles: tuple[int, int], order: LaneOrder) -> None:
+    if (pack, order) == (pack_nibbles, "plain"):
+        return  # there is no such order
+    original = codes(64 * tiles[0], 2 * bits * tiles[1])
+    packed = pack(original, order)
+    assert packed.dtype == torch.int32 and packed.is_contiguous()
+    assert packed.shape == (tiles[1], 32 * bits * tiles[0])
+    assert keeps_every_bit(pack, original.shape, order=order)
 
 
 def test_floats_are_ordered_as_their_bytes() -> None:
@@ -53,38 +67,11 @@ def test_a_lane_holds_its_fragment(order: LaneOrder) -> None:
             assert packed[tile_k, tile_n, lane, place] == original[row, column]
 
 
-def test_vllms_own_reference_of_the_marlin_order_agrees() -> None:
-    reference = pytest.importorskip("vllm.model_executor.layers.quantization.utils.marlin_utils_test")
-    original = codes(192, 96)
-    columns_first = original.T.to(torch.int32).contiguous()
-    expected = reference.marlin_weights(columns_first, 96, 192, 8, reference.get_weight_perm(8))
-    assert torch.equal(pack_tiles(original), expected)
-
-
-def test_shapes_are_learned_without_data() -> None:
-    assert pack_tiles(torch.empty(64, 32, dtype=torch.float8_e4m3fn, device="meta")).shape == (2, 256)
-
-
-@pytest.mark.parametrize("shape", [(63, 16), (64, 24), (32, 16)])
-def test_what_is_no_whole_tile_is_refused_with_both_numbers(shape: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=rf"\[{shape[0]}, {shape[1]}\].*64 rows x 16 columns"):
-        pack_tiles(codes(*shape))
-
-
-@settings(max_examples=20)
-@given(tiles=st.tuples(st.integers(1, 5), st.integers(1, 9)), order=st.sampled_from(("interleaved", "transposed")))
-def test_every_nibble_has_a_place(tiles: tuple[int, int], order: Any) -> None:
-    original = codes(64 * tiles[0], 8 * tiles[1])
-    packed = pack_nibbles(original, order)
-    assert packed.dtype == torch.int32 and packed.shape == (tiles[1], 128 * tiles[0]) and packed.is_contiguous()
-    assert keeps_every_bit(pack_nibbles, original.shape, order=order)
-
-
 @pytest.mark.parametrize("order", ["interleaved", "transposed"])
 def test_a_lane_holds_its_fragment_of_nibbles(order: Any) -> None:
     rows, columns = 128, 32
     original = codes(rows, columns // 2)
-    nibbles = torch.stack((original & 15, original >> 4), -1).flatten(-2).tolist()
+    nibbles = split_nibbles(original).tolist()
     packed = pack_nibbles(original, order).view(columns // 16, rows // 64, 32, 4).tolist()
     for tile_k, tile_n, lane, tile in itertools.product(range(columns // 16), range(rows // 64), range(32), range(4)):
         group, thread = divmod(lane, 4)
@@ -98,22 +85,27 @@ def test_a_lane_holds_its_fragment_of_nibbles(order: Any) -> None:
             assert (word >> 4 * place) & 15 == nibbles[row][16 * tile_k + 8 * k8 + 2 * thread + parity]
 
 
-def test_vllms_own_reference_of_the_marlin_order_of_nibbles_agrees() -> None:
+@each_pack
+def test_vllms_own_reference_of_the_marlin_order_agrees(pack: Any, bits: int) -> None:
     reference = pytest.importorskip("vllm.model_executor.layers.quantization.utils.marlin_utils_test")
-    original = codes(192, 48)
-    columns_first = torch.stack((original & 15, original >> 4), -1).flatten(-2).T.to(torch.int32).contiguous()
-    expected = reference.marlin_weights(columns_first, 96, 192, 4, reference.get_weight_perm(4))
-    assert torch.equal(pack_nibbles(original), expected)
+    original = codes(192, 12 * bits)
+    one_a_byte = original if bits == 8 else split_nibbles(original)
+    columns_first = one_a_byte.T.to(torch.int32).contiguous()
+    expected = reference.marlin_weights(columns_first, 96, 192, bits, reference.get_weight_perm(bits))
+    assert torch.equal(pack(original), expected)
 
 
-def test_shapes_of_nibbles_are_learned_without_data() -> None:
-    assert pack_nibbles(torch.empty(64, 16, dtype=torch.uint8, device="meta")).shape == (2, 128)
+@each_pack
+def test_shapes_are_learned_without_data(pack: Any, bits: int) -> None:
+    dtype = torch.float8_e4m3fn if bits == 8 else torch.uint8
+    assert pack(torch.empty(64, 4 * bits, dtype=dtype, device="meta")).shape == (2, 32 * bits)
 
 
-@pytest.mark.parametrize("shape", [(63, 8), (64, 12), (32, 8)])
-def test_partial_tiles_of_nibbles_are_refused_with_both_numbers(shape: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=rf"\[{shape[0]}, {2 * shape[1]}\].*64 rows x 16 columns"):
-        pack_nibbles(codes(*shape))
+@each_pack
+@pytest.mark.parametrize("shape", [(63, 16), (64, 24), (32, 16)])
+def test_what_is_no_whole_tile_is_refused_with_both_numbers(pack: Any, bits: int, shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=rf"\[{shape[0]}, {shape[1]}\].*64 rows x 16 columns"):
+        pack(codes(shape[0], shape[1] * bits // 8))
 
 
 def test_distances_are_taken_from_every_zero_point() -> None:

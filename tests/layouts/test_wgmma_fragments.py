@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from vllm_moe_oracle.layouts import nibbles, wgmma_fragments  # noqa: E402
+from vllm_moe_oracle.layouts import nibbles, wgmma_fragments
 
 ROWS = st.integers(1, 200)
 BLOCKS = st.integers(1, 9)  # of 32 columns
@@ -19,30 +21,24 @@ def random_bytes(seed: int, *shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("format", "bits"), [("int4", 4), ("e2m1", 4), ("int8", 8), ("e4m3", 8)])
+@pytest.mark.parametrize(
+    ("format", "bits", "options"),
+    [("int4", 4, {}), ("int8", 8, {})]
+    + [(*each, {"float16": float16}) for each in (("e2m1", 4), ("e4m3", 8)) for float16 in (False, True)],
+    ids=str,
+)
 @settings(deadline=None, max_examples=20)
 @given(ROWS, BLOCKS, SEEDS)
-def test_codes_come_back(format: str, bits: int, rows: int, blocks: int, seed: int) -> None:
+def test_codes_come_back(format: str, bits: int, options: Any, rows: int, blocks: int, seed: int) -> None:
     shuffle, unshuffle = (getattr(wgmma_fragments, f"{verb}_{format}") for verb in ("shuffle", "unshuffle"))
     codes = random_bytes(seed, rows, blocks * 4 * bits)
-    stored = shuffle(codes)
+    stored = shuffle(codes, **options)
     assert stored.shape == wgmma_fragments.chunk_shape(rows, blocks * 32, bits)
-    assert torch.equal(unshuffle(stored, rows, blocks * 32), codes)
+    assert torch.equal(unshuffle(stored, rows, blocks * 32, **options), codes)
+    assert shuffle(codes.to("meta"), **options).shape == stored.shape
     target = torch.full(stored.shape, 0xA5, dtype=torch.uint8)
-    assert shuffle(codes, target) is target
+    assert shuffle(codes, target, **options) is target
     assert torch.equal(target, stored)
-
-
-@pytest.mark.parametrize(("format", "bits"), [("e2m1", 4), ("e4m3", 8)])
-@settings(deadline=None, max_examples=20)
-@given(ROWS, BLOCKS, SEEDS)
-def test_codes_for_float16_come_back(format: str, bits: int, rows: int, blocks: int, seed: int) -> None:
-    shuffle, unshuffle = (getattr(wgmma_fragments, f"{verb}_{format}") for verb in ("shuffle", "unshuffle"))
-    codes = random_bytes(seed, rows, blocks * 4 * bits)
-    stored = shuffle(codes, float16=True)
-    assert stored.shape == wgmma_fragments.chunk_shape(rows, blocks * 32, bits)
-    assert torch.equal(unshuffle(stored, rows, blocks * 32, float16=True), codes)
-    assert shuffle(codes.to("meta"), float16=True).shape == stored.shape
 
 
 @settings(deadline=None, max_examples=20)
@@ -96,111 +92,80 @@ def fragment(warp: int, g: int, t: int, step: int) -> list[tuple[int, int]]:
 LANES = [(warp, g, t) for warp in range(4) for g in (0, 3, 7) for t in range(4)]
 
 
-def bfloat16(bits: int) -> float:
-    signed = bits & 0xFFFF
-    return float(torch.tensor(signed - 65536 if signed > 32767 else signed).short().view(torch.bfloat16))
-
-
 def rotated(word: int, right: int) -> int:
     return (word >> right | word << 32 - right) & 0xFFFFFFFF
 
 
-def test_int4_words_decode_to_the_operand() -> None:
+def int4(word: int) -> list[int]:
     """Nibbles 0 and 4 of a word, masked, are one register; 1 and 5, four bits higher, the next; then 2, 6 and 3, 7."""
-    codes = random_bytes(1, 64, 32)
-    matrix = nibbles.split_nibbles(codes)
-    words = wgmma_fragments.shuffle_int4(codes).view(4, 8, 4, 4, 4).view(torch.int32)[..., 0]
-    for warp, g, t in LANES:
-        for step in range(4):
-            word = int(words[warp, g, t, step]) & 0xFFFFFFFF
-            registers = [shifted & mask for shifted in (word, word >> 8) for mask in (0x000F000F, 0x00F000F0)]
-            values = [bfloat16(register >> 16 * half) * 2.0**133 for register in registers for half in range(2)]
-            # Every other register has rows g + 8.
-            places = fragment(warp, g, t, step)
-            assert values == [int(matrix[row, column]) * (16 if row % 16 >= 8 else 1) for row, column in places]
+    return [shifted & mask for shifted in (word, word >> 8) for mask in (0x000F000F, 0x00F000F0)]
 
 
-def test_e2m1_words_decode_to_the_operand() -> None:
+def int8(word: int) -> list[int]:
+    """Bytes 1 and 3 of a word, masked, are one register, bytes 0 and 2 the next."""
+    return [word >> 8 & 0x00FF00FF, word & 0x00FF00FF]
+
+
+def e2m1(word: int) -> list[int]:
     """Masked with 0x81c0 as they are, four bits to the left and turned six to the right, halfwords are bfloat16 value *
     2**-126; the fourth is put together from what is left."""
-    codes = random_bytes(2, 64, 32)
-    matrix = nibbles.split_nibbles(codes)
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    words = wgmma_fragments.shuffle_e2m1(codes).view(4, 8, 4, 4, 4).view(torch.int32)[..., 0]
-    for warp, g, t in LANES:
-        for step in range(4):
-            word = int(words[warp, g, t, step]) & 0xFFFFFFFF
-            last = word << 6 & 0x80C080C0 | word >> 2 & 0x01000100
-            registers = [word & 0x81C081C0, word << 4 & 0x81C081C0, rotated(word, 6) & 0x81C081C0, last]
-            values = [bfloat16(register >> 16 * half) * 2.0**126 for register in registers for half in range(2)]
-            assert values == [float(table[int(matrix[place])]) for place in fragment(warp, g, t, step)]
+    last = word << 6 & 0x80C080C0 | word >> 2 & 0x01000100
+    return [word & 0x81C081C0, word << 4 & 0x81C081C0, rotated(word, 6) & 0x81C081C0, last]
 
 
-def float16(bits: int) -> float:
-    signed = bits & 0xFFFF
-    return float(torch.tensor(signed - 65536 if signed > 32767 else signed).short().view(torch.float16))
-
-
-def test_e2m1_words_for_float16_decode_to_the_operand() -> None:
+def e2m1_float16(word: int) -> list[int]:
     """Upper bytes, masked, are float16 value * 2**-14, then lower bytes; signs seven bits to the left and the rest
     three to the right, the same again."""
-    codes = random_bytes(2, 64, 32)
-    matrix = nibbles.split_nibbles(codes)
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    words = wgmma_fragments.shuffle_e2m1(codes, float16=True).view(4, 8, 4, 4, 4).view(torch.int32)[..., 0]
-    for warp, g, t in LANES:
-        for step in range(4):
-            word = int(words[warp, g, t, step]) & 0xFFFFFFFF
-            second = word >> 3 & 0x0E0E0E0E | word << 7 & 0x80808080
-            registers = [each & 0x8E008E00 for each in (word, word << 8, second, second << 8)]
-            values = [float16(register >> 16 * half) * 2.0**14 for register in registers for half in range(2)]
-            assert values == [float(table[int(matrix[place])]) for place in fragment(warp, g, t, step)]
+    second = word >> 3 & 0x0E0E0E0E | word << 7 & 0x80808080
+    return [each & 0x8E008E00 for each in (word, word << 8, second, second << 8)]
 
 
-def test_e4m3_words_for_float16_decode_to_the_operand() -> None:
-    """A mask gives one register of float16 value * 2**-8, two shifts to the left and masks the next."""
-    codes = random_bytes(5, 64, 32)
-    codes[codes & 127 == 127] = 0  # NaN
-    words = wgmma_fragments.shuffle_e4m3(codes, float16=True).view(4, 8, 4, 4, 4).view(torch.int32)[..., 0]
-    expected = codes.view(torch.float8_e4m3fn).float()
-    for warp, g, t in LANES:
-        for step in range(2):
-            values = []
-            for k8 in range(2):
-                word = int(words[warp, g, t, 2 * step + k8]) & 0xFFFFFFFF
-                for register in (word & 0xBF80BF80, word << 1 & 0x80008000 | word << 7 & 0x3F803F80):
-                    values += [float16(register >> 16 * half) * 2.0**8 for half in range(2)]
-            assert values == [float(expected[place]) for place in fragment(warp, g, t, step)]
-
-
-def test_int8_words_decode_to_the_operand() -> None:
-    """Bytes 1 and 3 of a word, masked, are one register, bytes 0 and 2 the next."""
-    codes = random_bytes(3, 64, 32)
-    words = wgmma_fragments.shuffle_int8(codes).view(4, 8, 4, 4, 4).view(torch.int32)[..., 0]
-    for warp, g, t in LANES:
-        for step in range(2):
-            values = []
-            for k8 in range(2):
-                word = int(words[warp, g, t, 2 * step + k8]) & 0xFFFFFFFF
-                for register in (word >> 8 & 0x00FF00FF, word & 0x00FF00FF):
-                    values += [bfloat16(register >> 16 * half) * 2.0**133 for half in range(2)]
-            assert values == [int(codes[place]) for place in fragment(warp, g, t, step)]
-
-
-def test_e4m3_words_decode_to_the_operand() -> None:
+def e4m3(word: int) -> list[int]:
     """A mask gives one register of bfloat16 value * 2**-120, two shifts and masks the next."""
-    codes = random_bytes(5, 64, 32)
-    codes[codes & 127 == 127] = 0  # NaN
-    words = wgmma_fragments.shuffle_e4m3(codes).view(4, 8, 4, 4, 4).view(torch.int32)[..., 0]
+    return [word & 0x87F087F0, word << 4 & 0x80F080F0 | word >> 4 & 0x07000700]
+
+
+def e4m3_float16(word: int) -> list[int]:
+    """A mask gives one register of float16 value * 2**-8, two shifts to the left and masks the next."""
+    return [word & 0xBF80BF80, word << 1 & 0x80008000 | word << 7 & 0x3F803F80]
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+VALUES: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
+    # The registers of rows g + 8 have codes that stand four bits higher.
+    int4: lambda codes: nibbles.split_nibbles(codes) * torch.tensor([1, 16]).repeat_interleave(8).repeat(4)[:, None],
+    int8: lambda codes: codes,
+    e2m1: lambda codes: E2M1[nibbles.split_nibbles(codes).long()],
+    e4m3: lambda codes: codes.view(torch.float8_e4m3fn),
+}
+"""The numbers that 64 rows of codes mean."""
+
+
+@pytest.mark.parametrize(
+    ("format", "registers", "dtype", "power"),
+    [
+        (int4, int4, torch.bfloat16, 133), (int8, int8, torch.bfloat16, 133), (e2m1, e2m1, torch.bfloat16, 126),
+        (e2m1, e2m1_float16, torch.float16, 14), (e4m3, e4m3, torch.bfloat16, 120),
+        (e4m3, e4m3_float16, torch.float16, 8),
+    ],
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)  # fmt: skip
+def test_words_decode_to_the_operand(
+    format: Any, registers: Callable[[int], list[int]], dtype: torch.dtype, power: int
+) -> None:
+    codes = random_bytes(1, 64, 32)
+    if format is e4m3:
+        codes[codes & 127 == 127] = 0  # NaN
+    options = {"float16": True} if dtype == torch.float16 else {}
+    stored = getattr(wgmma_fragments, f"shuffle_{format.__name__}")(codes, **options)
+    words, matrix = stored.view(4, 8, 4, 4, 4).view(torch.int32)[..., 0], VALUES[format](codes).double()
+    steps = matrix.shape[1] // 16
     for warp, g, t in LANES:
-        for step in range(2):
-            values = []
-            for k8 in range(2):
-                word = int(words[warp, g, t, 2 * step + k8]) & 0xFFFFFFFF
-                for register in (word & 0x87F087F0, word << 4 & 0x80F080F0 | word >> 4 & 0x07000700):
-                    values += [bfloat16(register >> 16 * half) * 2.0**120 for half in range(2)]
-            expected = codes.view(torch.float8_e4m3fn).float()
-            assert values == [float(expected[place]) for place in fragment(warp, g, t, step)]
+        for step, lane in enumerate(words[warp, g, t].view(steps, -1).tolist()):
+            operand = [register for word in lane for register in registers(word & 0xFFFFFFFF)]
+            found = [register >> 16 * half & 0xFFFF for register in operand for half in range(2)]
+            values = torch.tensor(found).to(torch.uint16).view(dtype).double() * 2.0**power
+            assert values.tolist() == [float(matrix[place]) for place in fragment(warp, g, t, step)]
 
 
 def test_chunks_tile_the_matrix() -> None:
