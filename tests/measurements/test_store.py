@@ -15,7 +15,7 @@ import textwrap
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -42,6 +42,13 @@ def store(tmp_path: Path) -> Store:
 
 def kept(store: Store) -> dict[int, float]:
     return {each.tokens: each.us for _, samples in store.samples(SHAPE) for each in samples}
+
+
+@contextlib.contextmanager
+def opened(store: Store) -> Iterator[sqlite3.Connection]:
+    """The file as another program opens it; what that changes is kept."""
+    with contextlib.closing(sqlite3.connect(store.path)) as connection, connection:
+        yield connection
 
 
 # --- Keeping ----------------------------------------------------------------------------------------------------------
@@ -198,13 +205,37 @@ def test_damage_in_the_middle_is_noticed(store: Store) -> None:
     assert "is damaged" in store.prepare()
 
 
-@pytest.mark.parametrize("content", [b"hello", b"#!/bin/sh\necho me\n" * 100, os.urandom(20000)], ids=["s", "t", "r"])
-def test_a_file_other_than_a_database_is_never_touched(store: Store, content: bytes) -> None:
-    store.path.write_bytes(content)
-    for touch in (store.prepare, lambda: store.samples(SHAPE)):
-        with pytest.raises(MeasurementError, match=r"Move it away|starts a new one"):
+def bookmarks(store: Store) -> None:
+    store.path.unlink()
+    with opened(store) as connection:
+        connection.execute("CREATE TABLE bookmarks (url TEXT)")
+
+
+def newer(store: Store) -> None:
+    with opened(store) as connection:
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+
+
+NO_STORE = r"is not a store of measurements.*Move it away, or set MOE_ORACLE_"
+FOREIGN: dict[str, tuple[Callable[[Store], object], str]] = {
+    "word": (lambda store: store.path.write_bytes(b"hello"), NO_STORE),
+    "script": (lambda store: store.path.write_bytes(b"#!/bin/sh\necho me\n" * 100), NO_STORE),
+    "noise": (lambda store: store.path.write_bytes(os.urandom(20000)), NO_STORE),
+    "database": (bookmarks, "another program's database"),
+    "newer version": (newer, f"version {SCHEMA_VERSION + 1}, this release knows {SCHEMA_VERSION}"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_another_program_wrote_is_never_touched(store: Store, kind: str) -> None:
+    """Nor is a new file promised."""
+    write, words = FOREIGN[kind]
+    write(store)
+    before = store.path.read_bytes()
+    for touch in (store.prepare, lambda: store.samples(SHAPE), lambda: store.add(HERE, SHAPE, [sample()])):
+        with pytest.raises(MeasurementError, match=words):
             touch()
-    assert store.path.read_bytes() == content
+    assert store.path.read_bytes() == before
 
 
 @pytest.mark.parametrize("value", [0, 2, 3, 5, 255])
@@ -238,39 +269,9 @@ def test_a_folder_in_place_of_the_lock_is_named(store: Store) -> None:
         store.prepare()
 
 
-def database(path: Path, *statements: str) -> None:
-    path.unlink(missing_ok=True)
-    connection = sqlite3.connect(path)
-    for statement in statements:
-        connection.execute(statement)
-    connection.commit()
-    connection.close()
-
-
-def test_another_programs_database_is_never_touched(store: Store) -> None:
-    database(store.path, "CREATE TABLE bookmarks (url TEXT)", "INSERT INTO bookmarks VALUES ('x')")
-    before = store.path.read_bytes()
-    for touch in (store.prepare, lambda: store.samples(SHAPE), lambda: store.add(HERE, SHAPE, [sample()])):
-        with pytest.raises(MeasurementError, match="another program's database"):
-            touch()
-    assert store.path.read_bytes() == before
-
-
-def test_a_newer_version_is_never_touched(store: Store) -> None:
-    with contextlib.closing(sqlite3.connect(store.path)) as connection:
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
-    before = store.path.read_bytes()
-    for touch in (store.prepare, lambda: store.samples(SHAPE), lambda: store.add(HERE, SHAPE, [sample()])):
-        with pytest.raises(
-            MeasurementError, match=f"version {SCHEMA_VERSION + 1}, this release knows {SCHEMA_VERSION}"
-        ):
-            touch()
-    assert store.path.read_bytes() == before
-
-
 def test_triggers_and_views_are_refused(store: Store) -> None:
     store.add(HERE, SHAPE, [sample()])
-    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+    with opened(store) as connection:
         connection.execute("CREATE TRIGGER t AFTER INSERT ON samples BEGIN DELETE FROM samples; END")
     for touch in (lambda: store.samples(SHAPE), lambda: store.add(HERE, SHAPE, [sample(2)])):
         with pytest.raises(MeasurementError, match="other tables"):
@@ -292,64 +293,53 @@ def test_triggers_and_views_are_refused(store: Store) -> None:
         '{"backend":"m","activations":"' + "x" * 300 + '","tokens":1,"routing":"uniform","failure":"x"}',
         b"\xff\xfe",
         12,
-        None,
     ],
 )
 def test_impossible_contents_are_not_believed(store: Store, text: object) -> None:
-    store.add(HERE, SHAPE, [sample()])
-    with contextlib.closing(sqlite3.connect(store.path)) as connection:
-        if text is None:
-            connection.execute("UPDATE environments SET description = '{\"gpu\": 1}'")
-        else:
-            connection.execute("UPDATE samples SET sample = ?", (text,))
-        connection.commit()
+    overwrite(store, "UPDATE samples SET sample = ?", text)
     with pytest.raises(MeasurementError, match="holds an invalid measurement"):
         store.samples(SHAPE)
 
 
-def overwrite(store: Store, statement: str, value: object) -> None:
+def overwrite(store: Store, statement: str, *values: object) -> None:
+    """Changes what is kept of one sample."""
     store.add(HERE, SHAPE, [sample()])
-    with contextlib.closing(sqlite3.connect(store.path)) as connection:
-        connection.execute(statement, (value,))
-        connection.commit()
+    with opened(store) as connection:
+        connection.execute(statement, values)
 
 
-UNPRINTABLE = pytest.mark.parametrize("text", ["silu\x1b[2J", "silu\nERROR no line of ours", "x" * 300])
-
-
-@UNPRINTABLE
-def test_an_environment_that_cannot_be_shown_is_refused(store: Store, text: str) -> None:
+@pytest.mark.parametrize("text", ["silu\x1b[2J", "silu\nERROR no line of ours", "x" * 300])
+def test_what_cannot_be_shown_is_refused(store: Store, text: str) -> None:
     overwrite(store, "UPDATE environments SET description = ?", msgspec.structs.replace(HERE, driver=text).key)
     with pytest.raises(MeasurementError, match="holds an invalid measurement: not a possible environment"):
         store.samples(SHAPE)
-
-
-@UNPRINTABLE
-def test_a_layer_that_cannot_be_shown_is_refused(store: Store, text: str) -> None:
     overwrite(store, "UPDATE samples SET kernel_shape = ?", msgspec.structs.replace(SHAPE, activation=text).key)
     with pytest.raises(MeasurementError, match="holds an invalid measurement: not a possible layer"):
         store.samples_by_kernel_shape(HERE)
 
 
-def test_bytes_that_are_not_utf8_are_refused(store: Store) -> None:
-    store.add(HERE, SHAPE, [sample()])
-    with contextlib.closing(sqlite3.connect(store.path)) as connection:
-        connection.execute("UPDATE samples SET sample = CAST(x'ff1b22' AS TEXT)")
-        connection.commit()
-    with pytest.raises(MeasurementError, match="holds an invalid measurement: not a text"):
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("UPDATE environments SET description = '{\"gpu\": 1}'", ""),
+        ("UPDATE samples SET sample = CAST(x'ff1b22' AS TEXT)", ": not a text"),
+    ],
+)
+def test_what_is_no_description_is_refused(store: Store, statement: str, words: str) -> None:
+    overwrite(store, statement)
+    with pytest.raises(MeasurementError, match=f"holds an invalid measurement{words}"):
         store.samples(SHAPE)
 
 
 @pytest.mark.parametrize("length", [60_000, 1 << 20])
 def test_a_small_file_does_not_fill_the_memory(store: Store, length: int) -> None:
     """One description for all samples: beside each of them it would be megabytes a thousand times."""
-    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+    with opened(store) as connection:
         description = msgspec.structs.replace(HERE, driver="x" * length).key
         connection.execute("INSERT INTO environments VALUES (1, ?)", (description,))
         text = msgspec.json.encode(sample()).decode()
         rows = [(SHAPE.key, str(number), text) for number in range(300)]
         connection.executemany("INSERT INTO samples VALUES (1, ?, ?, 1, 'uniform', ?, 0)", rows)
-        connection.commit()
     tracemalloc.start()
     try:
         with pytest.raises(MeasurementError, match="holds an invalid measurement"):
@@ -360,19 +350,15 @@ def test_a_small_file_does_not_fill_the_memory(store: Store, length: int) -> Non
 
 
 def test_an_unknown_environment_has_no_samples(store: Store) -> None:
-    store.add(HERE, SHAPE, [sample()])
-    with contextlib.closing(sqlite3.connect(store.path)) as connection:
-        connection.execute("UPDATE samples SET environment = 7")
-        connection.commit()
+    overwrite(store, "UPDATE samples SET environment = 7")
     assert store.samples(SHAPE) == []
 
 
 def test_a_file_made_to_be_slow_does_not_hold_a_server_up(store: Store) -> None:
-    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+    with opened(store) as connection:
         connection.execute("INSERT INTO environments VALUES (1, ?)", (HERE.key,))
         rows = [(SHAPE.key, str(number), "x") for number in range(300_000)]
         connection.executemany("INSERT INTO samples VALUES (1, ?, ?, 1, 'uniform', ?, 0)", rows)
-        connection.commit()
     begin = time.monotonic()
     with pytest.raises(MeasurementError, match=r"too long|invalid measurement"):
         store.samples(SHAPE)
@@ -518,7 +504,7 @@ def test_a_warm_start_costs_less_than_a_tenth_of_a_second(store: Store) -> None:
 def test_a_trigger_cannot_hide_behind_a_name_or_a_type(store: Store, name: str, kind: str) -> None:
     """SQLite runs the SQL of a row of the schema, whatever its other columns say."""
     store.add(HERE, SHAPE, [sample()])
-    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+    with opened(store) as connection:
         connection.execute("PRAGMA writable_schema = ON")
         rows = connection.execute("SELECT * FROM sqlite_master").fetchall()
         trigger = "CREATE TRIGGER t AFTER INSERT ON samples BEGIN DELETE FROM samples; END"
@@ -526,7 +512,6 @@ def test_a_trigger_cannot_hide_behind_a_name_or_a_type(store: Store, name: str, 
         # Before the row with the same name, which a dictionary of names would keep instead.
         for row in [*rows[:1], (kind, name, "samples", 0, trigger), *rows[1:]]:
             connection.execute("INSERT INTO sqlite_master VALUES (?, ?, ?, ?, ?)", row)
-        connection.commit()
     before = store.path.read_bytes()
     for touch in (lambda: store.samples(SHAPE), lambda: store.add(HERE, SHAPE, [sample(2)]), store.prepare):
         with contextlib.suppress(MeasurementError):
@@ -539,12 +524,11 @@ def test_a_schema_of_many_wide_tables_is_not_read_to_its_end(store: Store) -> No
     """SQLite reads all of it before the first query: 2 ms for each of these rows, of which a file can hold 130,000."""
     store.add(HERE, SHAPE, [sample()])
     wide = ",".join(f"c{number}" for number in range(1500))
-    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+    with opened(store) as connection:
         connection.execute("PRAGMA writable_schema = ON")
         for number in range(800):
             row = ("table", f"t{number}", f"t{number}", 2, f"CREATE TABLE t{number}({wide})")
             connection.execute("INSERT INTO sqlite_master VALUES (?, ?, ?, ?, ?)", row)
-        connection.commit()
     before = store.path.read_bytes()
     other = Store(store.path.parent)
     for touch in (other.check_readable, other.summary, other.prepare, lambda: other.add(HERE, SHAPE, [sample(2)])):
@@ -682,7 +666,7 @@ def test_a_file_system_without_locks_is_an_error_of_the_cache(store: Store, monk
 
 def test_a_write_ahead_log_of_another_program_is_switched_off(store: Store) -> None:
     store.add(HERE, SHAPE, [sample()])
-    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+    with opened(store) as connection:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("CREATE TABLE x (y)")
         connection.execute("DROP TABLE x")
@@ -691,14 +675,6 @@ def test_a_write_ahead_log_of_another_program_is_switched_off(store: Store) -> N
     assert [each.name for each in store.path.parent.glob("*.sqlite-*")] == []
     store.prepare()
     assert kept(store) == {1: sample().us}
-
-
-def test_a_reader_of_another_programs_file_promises_no_new_one(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    store.path.write_text("my notes\n" * 100)
-    for read in (lambda: store.samples(SHAPE), store.prepare):
-        with pytest.raises(MeasurementError, match=r"is not a store of measurements.*Move it away, or set MOE_ORACLE_"):
-            read()
 
 
 def test_no_backends_rows_crowd_out_another_ones(store: Store) -> None:
