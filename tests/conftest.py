@@ -72,16 +72,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def explain(tmp_path: Path) -> Any:
-    """Reads a config as a checkpoint folder with that config.json, and what else is given by file name."""
+    """Reads a config as a checkpoint folder with that config.json, and what else is given by file name: by one of a
+    number of ranks, for a release of vLLM, with ``--quantization``."""
     from vllm_moe_oracle.checkpoint.files import read_checkpoint
     from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
     from vllm_moe_oracle.checkpoint.ranks import Ranks
 
-    def run(data: dict[str, Any], tp: int = 1, ep: bool = False, **files: Any) -> MoeLayers:
-        (tmp_path / "config.json").write_text(json.dumps(data))
-        for name, content in files.items():
+    def run(
+        data: dict[str, Any], tp: int = 1, ep: bool = False, *, online: str = "", vllm: str | None = None, **more: Any
+    ) -> MoeLayers:
+        ranks = {name: more.pop(name) for name in ("dp", "all2all") if name in more}
+        for name, content in {"config": data, **more}.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
-        return find_moe_layers(read_checkpoint(tmp_path), Ranks(tp, ep=ep))
+        return find_moe_layers(read_checkpoint(tmp_path), Ranks(tp, ep=ep, **ranks), online=online, vllm=vllm)
 
     return run
 

@@ -133,12 +133,6 @@ def test_auto_round_leaves_other_blocks_in_16_bits(
     assert len(found.unquantized) == 48 - len(quantized_layers)
 
 
-@pytest.mark.parametrize("blocks", [3, [["model.layers.0"]], {"model.layers.0": True}])
-def test_auto_rounds_blocks_are_names(blocks: object, explain: Any) -> None:
-    with pytest.raises(CheckpointError, match="block_name_to_quantize is"):
-        explain(quantized(quantization_config=AUTO_ROUND | {"block_name_to_quantize": blocks}))
-
-
 @pytest.mark.parametrize("name", ["*.gate(", "*.gate", "("])
 def test_auto_round_skips_broken_expressions_with_a_note(name: str, explain: Any) -> None:
     entries = {name: {"bits": 16}, r".*layers\.1\..*": {"bits": 8}}
@@ -148,9 +142,21 @@ def test_auto_round_skips_broken_expressions_with_a_note(name: str, explain: Any
     assert repr(name) in note and "vLLM skips it" in note
 
 
-def test_auto_round_refuses_expressions_without_a_bound(explain: Any) -> None:
-    with pytest.raises(CheckpointError, match="take more than"):
-        explain(quantized(quantization_config=AUTO_ROUND | {"extra_config": {r"(.|..)+\d$": {"bits": 16}}}))
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"extra_config": {r"(.|..)+\d$": {"bits": 16}}}, "take more than"),
+        *(
+            ({"block_name_to_quantize": blocks}, "block_name_to_quantize is")
+            for blocks in (3, [["model.layers.0"]], {"model.layers.0": True})
+        ),
+    ],
+)
+def test_expressions_without_a_bound_and_blocks_without_names_are_refused(
+    changes: dict[str, Any], words: str, explain: Any
+) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        explain(quantized(quantization_config=AUTO_ROUND | changes))
 
 
 @pytest.mark.parametrize("changes", [{"act_bits": 8}, {"bits": 2}, {"packing_format": "auto_round:llm_compressor"}])

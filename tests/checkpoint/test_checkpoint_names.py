@@ -3,9 +3,6 @@ they mean what they mean for vLLM, which maps names of some fields and no expres
 
 from __future__ import annotations
 
-import copy
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +11,6 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic
 from vllm.model_executor.models.utils import WeightsMapper
 
 from tests.lib.configs import AUTO_ROUND, GPTQ, INT4, MODELOPT, PACKED, compressed, config, group
-from vllm_moe_oracle.checkpoint.files import read_checkpoint
-from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 
 OWN, CHECKPOINT = "language_model.model.layers.{}.mlp.experts", "model.language_model.layers.{}.mlp.experts"
 MAPPER = WeightsMapper(
@@ -36,13 +31,11 @@ ENTRIES = {
 
 
 @pytest.fixture
-def left_out(tmp_path: Path) -> Any:
+def left_out(explain: Any) -> Any:
     """How many of the model's 48 layers a quantization config leaves unquantized."""
 
     def count(quantization: dict[str, Any]) -> int:
-        data = config("qwen3-vl-30b-a3b", quantization_config=copy.deepcopy(quantization))
-        (tmp_path / "config.json").write_text(json.dumps(data))
-        found = find_moe_layers(read_checkpoint(tmp_path))
+        found = explain(config("qwen3-vl-30b-a3b", quantization_config=quantization))
         assert len(found.unquantized) + len(found.problems) == 48
         return len(found.unquantized)
 

@@ -202,27 +202,17 @@ def by_layer(folder: Path, index: Mapping[int, str] | None = None) -> Path:
     return folder
 
 
-def drop_layer(tensors: Tensors) -> None:
-    for name in [each for each in tensors if each.startswith("model.layers.1.mlp.experts.")]:
-        del tensors[name]
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_layer_without_any_expert_is_refused(format: str, tmp_path: Path) -> None:
-    error = refused(with_tensors(FORMATS[format](tmp_path / "model"), drop_layer))
+    error = refused(with_tensors(FORMATS[format](tmp_path / "model"), holds((), layer=1)))
     assert isinstance(error, DamagedCheckpointError)
     assert (error.rule, error.where) == (ABSENT, f"{tmp_path}/model/config.json, model.layers.1.mlp.experts")
     assert error.remedy == "Fetch the files that belong to this config"
 
 
-def drop_all(tensors: Tensors) -> None:
-    for name in [each for each in tensors if ".experts." in each]:
-        del tensors[name]
-
-
 def test_a_model_without_any_expert_is_refused(tmp_path: Path) -> None:
     """Unless a tensor may be one under an unknown name, or the files are no model's layers."""
-    folder = with_tensors(write(tmp_path / "model"), drop_all)
+    folder = with_tensors(with_tensors(write(tmp_path / "model"), holds(())), holds((), layer=1))
     error = refused(folder)
     assert (error.rule, error.where) == (
         "the files hold no expert of 2 of 2 MoE layers",
@@ -308,11 +298,11 @@ def test_multi_token_prediction_may_have_been_left_out(tmp_path: Path) -> None:
 
 def test_layers_that_stock_vllm_serves_may_have_other_names(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", kept="model.layers.1.")
-    assert find(with_tensors(folder, drop_layer)).unquantized == ("model.layers.1.mlp.experts",)
+    assert find(with_tensors(folder, holds((), layer=1))).unquantized == ("model.layers.1.mlp.experts",)
 
 
 def test_a_server_refuses_the_same_layer_with_the_same_words(tmp_path: Path) -> None:
-    folder = with_tensors(write_integers(tmp_path / "model"), drop_layer)
+    folder = with_tensors(write_integers(tmp_path / "model"), holds((), layer=1))
     absent, error = layers_without_experts(read_checkpoint(folder))
     assert [*absent] == ["model.layers.1.mlp.experts"] and str(error) == str(refused(folder))
     assert layers_without_experts(read_checkpoint(write_integers(tmp_path / "whole"))) == ((), None)
@@ -345,7 +335,7 @@ def test_commands_end_with_the_rule_and_the_remedy(tmp_path: Path) -> None:
     assert words in str(told.exception)
     checked = CliRunner().invoke(app, ["verify", str(folder)])
     assert checked.exit_code == 1 and words in checked.stderr
-    absent = with_tensors(write(tmp_path / "absent"), drop_layer)
+    absent = with_tensors(write(tmp_path / "absent"), holds((), layer=1))
     told = CliRunner().invoke(app, ["explain", str(absent)])
     assert isinstance(told.exception, DamagedCheckpointError) and ABSENT in str(told.exception)
     checked = CliRunner().invoke(app, ["verify", str(absent)])

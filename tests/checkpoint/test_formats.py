@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.lib.configs import CT_INPUTS, CT_MXFP8, GPTQ, INT4, INT8, PACKED, compressed, config, group, quantized
 from tests.lib.releases import every_release, sources
-from vllm_moe_oracle.checkpoint.files import read_checkpoint
-from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 from vllm_moe_oracle.core.problem import Scheme
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.quantization import parse_config
@@ -208,12 +204,10 @@ def test_integers_of_gpt_oss_are_loaded_with_gate_and_up_apart(explain: Any) -> 
     assert not any("gpt-oss" in note for note in explain(quantized(quantization_config=ints)).notes)
 
 
-def test_explain_notes_refused_act_order_in_linear_layers(tmp_path: Path) -> None:
-    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}
-
+def test_explain_notes_refused_act_order_in_linear_layers(explain: Any) -> None:
     def notes(vllm: str | None, **changes: Any) -> str:
-        (tmp_path / "config.json").write_text(json.dumps(quantized(quantization_config=gptq | changes)))
-        return " ".join(find_moe_layers(read_checkpoint(tmp_path), vllm=vllm).notes)
+        ordered = GPTQ | {"desc_act": True} | changes
+        return " ".join(explain(quantized(quantization_config=ordered), vllm=vllm).notes)
 
     for vllm in (None, "0.30.0", NEWEST, f"{NEWEST}+cu130"):
         assert "vLLM refuses linear layers with act order in groups" in notes(vllm)

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_moe_oracle.checkpoint.files import read_checkpoint
-from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
-from vllm_moe_oracle.checkpoint.ranks import Ranks
+from tests.lib.configs import CT_INPUTS, CT_MXFP8, compressed, config, group
+from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers
 from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.core.sharding import describe_shard, shard_by_blocks, shard_size
 from vllm_moe_oracle.errors import CheckpointError
 
-CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
-QWEN3 = json.loads((CONFIGS / "qwen3-30b-a3b.json").read_text())
-GPT_OSS = json.loads((CONFIGS / "gpt-oss-20b.json").read_text())
+QWEN3, GPT_OSS = config("qwen3-30b-a3b"), config("gpt-oss-20b")
 
 
 @pytest.fixture
-def explain(tmp_path: Path) -> Any:
-    def run(
-        model: dict[str, Any], quantization: dict[str, Any] | None = None, tp: int = 1, ep: bool = False
-    ) -> MoeLayers:
-        data = dict(model) if quantization is None else {**model, "quantization_config": quantization}
-        (tmp_path / "config.json").write_text(json.dumps(data))
-        return find_moe_layers(read_checkpoint(tmp_path), Ranks(tp, ep=ep))
+def explain(explain: Any) -> Any:
+    """Reads a model's config with another quantization."""
+
+    def run(model: dict[str, Any], quantization: dict[str, Any] | None = None, **ranks: Any) -> Any:
+        return explain(model if quantization is None else {**model, "quantization_config": quantization}, **ranks)
 
     return run
 
@@ -53,15 +46,13 @@ def test_ranks_hold_what_gpt_oss_s_loader_gives_them(explain: Any, tp: int, shar
 
 def test_ranks_of_which_some_would_have_nothing_are_left_to_be_refused(explain: Any) -> None:
     # 90 blocks over 60 ranks are 2 each, for 45 of them.
-    assert gpt_oss_shares(2880, 60)[45:] != [64] * 15
     problem = explain({**GPT_OSS, "num_attention_heads": 120}, tp=60).problems[0]
     assert (problem.intermediate_size, problem.ragged_intermediate_size) == (48, 0)
     assert shard_by_blocks(problem) is problem
 
 
 def test_other_models_are_not_cut_between_blocks(explain: Any) -> None:
-    model = {**QWEN3, "moe_intermediate_size": 2880}
-    problem = explain(model, {"quant_method": "mxfp4"}, tp=4).problems[0]
+    problem = explain({**QWEN3, "moe_intermediate_size": 2880}, {"quant_method": "mxfp4"}, tp=4).problems[0]
     assert (problem.intermediate_size, problem.ragged_intermediate_size) == (720, 0)
 
 
@@ -84,6 +75,7 @@ def test_experts_of_gpt_oss_are_all_quantized_or_none_are_served(explain: Any, e
 
 # --- Who wrote it ---------------------------------------------------------------------------------------------------
 
+PACKED = "mxfp4-pack-quantized"
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 QUARK_WEIGHT = {
     "dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "is_dynamic": False
@@ -103,15 +95,11 @@ def test_the_tag_mxfp4_is_gpt_oss_s_layout_for_gpt_oss_only(explain: Any) -> Non
 
 
 def test_kimi_k3_experts_in_compressed_tensors_are_read_as_mxfp4(explain: Any) -> None:
-    inputs = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True}
-    weights = {**inputs, "dynamic": False}
-    config = {
-        "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": ["re:.*self_attn.*"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
-    }  # fmt: skip
-    assert scheme(explain(QWEN3, config)) == ("mxfp4", "compressed-tensors", "mxfp4")
+    inputs = {**CT_INPUTS, "num_bits": 4}
+    stored = compressed(group(inputs | {"dynamic": False}, inputs), format=PACKED, ignore=["re:.*self_attn.*"])
+    assert scheme(explain(QWEN3, stored)) == ("mxfp4", "compressed-tensors", "mxfp4")
     kimi = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "text_config": QWEN3}
-    found = explain(kimi, config)
+    found = explain(kimi, stored)
     # vLLM writes another method into the config before it asks anybody: what is declared of inputs is not read.
     assert scheme(found) == ("mxfp4", "mxfp4", "16bit") and found.method == "mxfp4"
     assert found.problems[0].layer.startswith("language_model.model.layers.0.")
@@ -120,16 +108,8 @@ def test_kimi_k3_experts_in_compressed_tensors_are_read_as_mxfp4(explain: Any) -
 @pytest.mark.parametrize("inputs", [None, {"num_bits": 4}, {"num_bits": 8, "strategy": "token", "group_size": None}])
 def test_gpt_oss_is_not_read_as_compressed_tensors_stores_mxfp4(explain: Any, inputs: dict[str, Any] | None) -> None:
     """Its loader in vLLM maps no name of theirs (`tests/methods/test_mxfp4_methods.py`); of other models it is read."""
-    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-    declared = None if inputs is None else {"type": "float", "strategy": "group", "group_size": 32, "dynamic": True}
-    groups = {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": weights,
-            "input_activations": declared and declared | (inputs or {}),
-        }
-    }
-    stored = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": groups}
+    declared = inputs and {"type": "float", "strategy": "group", "group_size": 32, "dynamic": True} | inputs
+    stored = compressed(group({**CT_MXFP8, "num_bits": 4}, declared), format=PACKED)
     assert len(explain(QWEN3, stored).problems) == 48
     with pytest.raises(
         CheckpointError, match=r"gpt-oss skips .*\(weight_packed\)\. Serve .* OpenAI publishes"

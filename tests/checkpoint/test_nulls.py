@@ -6,7 +6,6 @@ Each field of a usual config of each family is made null and left out, and vLLM'
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from typing import Any
 import pytest
 
 from tests.lib.configs import quantized
-from vllm_moe_oracle.checkpoint.files import read_checkpoint
-from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.releases.min_versions import MODELOPT_EXCLUDE_MODULES
 
@@ -103,10 +100,10 @@ CASES = [
 ]
 
 
-def explain(config: Config, folder: Path) -> MoeLayers:
-    file = folder / "config.json"
-    file.write_text(json.dumps(quantized(num_hidden_layers=1, quantization_config=config)))
-    return find_moe_layers(read_checkpoint(file))
+@pytest.fixture
+def explain(explain: Any) -> Any:
+    """Reads a config of one layer in this format."""
+    return lambda config: explain(quantized(num_hidden_layers=1, quantization_config=config))
 
 
 def words_of_vllm(config: Config) -> str:
@@ -126,13 +123,13 @@ def words_of_vllm(config: Config) -> str:
 
 @pytest.mark.parametrize(("name", "path", "is_null"), CASES)
 def test_nulls_and_missing_fields_are_what_they_are_in_vllm(
-    name: str, path: tuple[str, ...], is_null: bool, tmp_path: Path
+    name: str, path: tuple[str, ...], is_null: bool, explain: Any, tmp_path: Path
 ) -> None:
     pytest.importorskip("vllm", reason="asks vLLM's classes")
     config = without(USUAL[name], path, is_null)
     refused = words_of_vllm(config)
     try:
-        found = explain(config, tmp_path)
+        found = explain(config)
     except CheckpointError as error:
         assert any(word in str(error) for word in (*path, "quant_algo")), error
         assert error.where.startswith(str(tmp_path))
@@ -142,10 +139,10 @@ def test_nulls_and_missing_fields_are_what_they_are_in_vllm(
         assert not refused or any(path[-1] in NOTED and path[-1] in note for note in found.notes), refused
 
 
-def test_each_usual_config_is_read_by_both(tmp_path: Path) -> None:
+def test_each_usual_config_is_read_by_both(explain: Any) -> None:
     pytest.importorskip("vllm", reason="asks vLLM's classes")
     for name, usual in USUAL.items():
-        assert explain(usual, tmp_path).problems, name
+        assert explain(usual).problems, name
         assert words_of_vllm(usual) == "", name
 
 
@@ -170,9 +167,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "path", "words"), REFUSED)
-def test_what_is_refused_is_said_in_a_sentence(name: str, path: tuple[str, ...], words: str, tmp_path: Path) -> None:
+def test_what_is_refused_is_said_in_a_sentence(name: str, path: tuple[str, ...], words: str, explain: Any) -> None:
     with pytest.raises(CheckpointError, match=f"config.json, quantization_config.*: .*{words}".replace("[]", r"\[\]")):
-        explain(without({**USUAL[name], **({} if len(path) > 1 else {path[0]: None})}, path, True), tmp_path)
+        explain(without({**USUAL[name], **({} if len(path) > 1 else {path[0]: None})}, path, True))
 
 
 @pytest.mark.parametrize(
@@ -187,19 +184,19 @@ def test_what_is_refused_is_said_in_a_sentence(name: str, path: tuple[str, ...],
         ("integers", {"ignore": None}, "wna16"),  # this plugin's class of the config takes it for none
     ],
 )
-def test_what_is_accepted_is_an_empty_list(name: str, more: Config, scheme: str, tmp_path: Path) -> None:
-    assert {each.scheme.name for each in explain(USUAL[name] | more, tmp_path).problems} == {scheme}
+def test_what_is_accepted_is_an_empty_list(name: str, more: Config, scheme: str, explain: Any) -> None:
+    assert {each.scheme.name for each in explain(USUAL[name] | more).problems} == {scheme}
 
 
-def test_modules_that_older_releases_do_not_read_are_a_note(tmp_path: Path) -> None:
+def test_modules_that_older_releases_do_not_read_are_a_note(explain: Any) -> None:
     config = without(USUAL["modelopt"], ("ignore",), False) | {"exclude_modules": None}
-    found = explain(config, tmp_path)
+    found = explain(config)
     words = f"exclude_modules is null, which vLLM refuses from {MODELOPT_EXCLUDE_MODULES} on"
     assert found.problems and any(words in each for each in found.notes)
 
 
 @pytest.mark.parametrize("groups", [{}, {"g": {"targets": [], "weights": MX8}}])
-def test_a_config_without_targets_quantizes_nothing(groups: Config, tmp_path: Path) -> None:
-    found = explain(USUAL["mxfp8"] | {"config_groups": groups}, tmp_path)
+def test_a_config_without_targets_quantizes_nothing(groups: Config, explain: Any) -> None:
+    found = explain(USUAL["mxfp8"] | {"config_groups": groups})
     assert found.unquantized and not found.problems
     assert any("config_groups is missing or empty: vLLM takes no layer for quantized" in each for each in found.notes)

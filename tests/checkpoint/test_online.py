@@ -4,44 +4,24 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.lib import stock_code
-from tests.lib.configs import INT4, PACKED, compressed, group
+from tests.lib.configs import CONFIGS, INT4, PACKED, compressed, config, group
 from tests.lib.releases import every_release
-from vllm_moe_oracle.checkpoint.files import read_checkpoint
-from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
-from vllm_moe_oracle.checkpoint.ranks import Ranks
 from vllm_moe_oracle.cli.main import app
 from vllm_moe_oracle.errors import CheckpointError, DeploymentError
 from vllm_moe_oracle.quantization import _BY_METHOD, METHOD_ALIASES, ONLINE_SCHEMES, UNSUPPORTED_ONLINE
 
-CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
 MXFP8 = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
 
 
-def written(folder: Path, **changes: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads((CONFIGS / "qwen3-30b-a3b.json").read_text()) | changes))
-    return file
-
-
 @pytest.mark.parametrize("name", ONLINE_SCHEMES)
-def test_a_gpt_oss_in_16_bits_is_refused(name: str, tmp_path: Path) -> None:
-    """In a server it is an error while weights are loaded: nothing reaches the loader that quantizes."""
-    with pytest.raises(CheckpointError, match="copies experts in 16 bits past the loader that would quantize them"):
-        find_moe_layers(read_checkpoint(written(tmp_path, model_type="gpt_oss", num_local_experts=8)), online=name)
-
-
-@pytest.mark.parametrize("name", ONLINE_SCHEMES)
-def test_every_layer_gets_the_requested_online_scheme(name: str, tmp_path: Path) -> None:
-    found = find_moe_layers(read_checkpoint(written(tmp_path)), online=name)
+def test_every_layer_gets_the_requested_online_scheme(name: str, explain: Any) -> None:
+    found = explain(config(), online=name)
     assert len(found.problems) == 48 and not found.unquantized and not found.unsupported_formats
     assert {problem.scheme for problem in found.problems} == {ONLINE_SCHEMES[name]}
     assert {problem.scheme.packing for problem in found.problems} == {"online"}
@@ -49,7 +29,7 @@ def test_every_layer_gets_the_requested_online_scheme(name: str, tmp_path: Path)
 
 
 @every_release
-def test_a_release_has_the_schemes_that_are_read_for_it(release: str, tmp_path: Path) -> None:
+def test_a_release_has_the_schemes_that_are_read_for_it(release: str, explain: Any) -> None:
     (shorthands,) = (
         node.value
         for node in stock_code.tree(release, "vllm/config/quantization.py").body
@@ -57,15 +37,13 @@ def test_a_release_has_the_schemes_that_are_read_for_it(release: str, tmp_path: 
     )
     assert isinstance(shorthands, ast.Dict)
     theirs = {key.value for key in shorthands.keys if isinstance(key, ast.Constant)}
-    read = read_checkpoint(written(tmp_path))
     for name in ONLINE_SCHEMES:
         if name in theirs:
-            assert find_moe_layers(read, online=name, vllm=release).problems
-        else:
-            with pytest.raises(
-                DeploymentError, match=r"at loading from 0\.28\.0 on\. Serve it with vLLM 0\.28\.0 or newer, or say"
-            ):
-                find_moe_layers(read, online=name, vllm=release)
+            assert explain(config(), online=name, vllm=release).problems
+            continue
+        rule = r"at loading from 0\.28\.0 on\. Serve it with vLLM 0\.28\.0 or newer, or say"
+        with pytest.raises(DeploymentError, match=rule):
+            explain(config(), online=name, vllm=release)
 
 
 def test_they_are_what_the_methods_quantize_to() -> None:
@@ -75,60 +53,59 @@ def test_they_are_what_the_methods_quantize_to() -> None:
     assert Mxfp8OnlineMoEMethod.scheme == ONLINE_SCHEMES["mxfp8"]
 
 
-def test_the_layers_shapes_are_those_of_a_quantized_checkpoint(tmp_path: Path) -> None:
-    online = find_moe_layers(read_checkpoint(written(tmp_path)), Ranks(4), online="mxfp8").problems[0]
-    stored = find_moe_layers(read_checkpoint(written(tmp_path, quantization_config=MXFP8)), Ranks(4)).problems[0]
+def test_the_layers_shapes_are_those_of_a_quantized_checkpoint(explain: Any) -> None:
+    online = explain(config(), 4, online="mxfp8").problems[0]
+    stored = explain(config(quantization_config=MXFP8), 4).problems[0]
     assert online.scheme != stored.scheme
     for field in ("num_experts", "top_k", "hidden_size", "intermediate_size", "activation", "routing", "parallel"):
         assert getattr(online, field) == getattr(stored, field)
 
 
-def test_a_checkpoint_that_is_quantized_stays_what_it_is_or_is_refused(tmp_path: Path) -> None:
-    config = read_checkpoint(written(tmp_path, quantization_config=MXFP8))
-    assert find_moe_layers(config, online="modelopt_mxfp8") == find_moe_layers(config)
-    with pytest.raises(CheckpointError, match="quantized already, as modelopt_mxfp8, and --quantization is 'mxfp4'"):
-        find_moe_layers(config, online="mxfp4")
-
-
-@pytest.mark.parametrize(
-    "stored",
-    [{"quant_method": "experts_int8"}, compressed(group(INT4), format=PACKED)],
-    ids=lambda each: each["quant_method"],
-)
-def test_a_format_may_be_named_by_its_own_method_as_vllm_spells_it(stored: dict[str, Any], tmp_path: Path) -> None:
-    config = read_checkpoint(written(tmp_path, quantization_config=stored))
-    assert find_moe_layers(config, online=stored["quant_method"]) == find_moe_layers(config)
+GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 8}
 
 
 @pytest.mark.parametrize(
     ("name", "quantization", "changes"),
     [
         ("modelopt", MXFP8, {}),
-        ("modelopt", {"quant_method": "modelopt", "quant_algo": "MXFP8"}, {}),
-        ("gpt_oss_mxfp4", {"quant_method": "mxfp4"}, {"model_type": "gpt_oss", "num_local_experts": 8}),
+        ("modelopt_mxfp8", MXFP8, {}),
+        ("gpt_oss_mxfp4", {"quant_method": "mxfp4"}, GPT_OSS),
+        # A format may be named by its own method, as vLLM spells it.
+        ("experts_int8", {"quant_method": "experts_int8"}, {}),
+        ("compressed-tensors", compressed(group(INT4), format=PACKED), {}),
     ],
 )
-def test_names_that_vllm_itself_goes_on_from_change_nothing(
-    name: str, quantization: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+def test_names_of_what_a_checkpoint_is_change_nothing(
+    name: str, quantization: dict[str, Any], changes: dict[str, Any], explain: Any
 ) -> None:
-    config = read_checkpoint(written(tmp_path, quantization_config=quantization, **changes))
-    assert find_moe_layers(config, online=name) == find_moe_layers(config)
+    data = config(quantization_config=quantization, **changes)
+    assert explain(data, online=name) == explain(data)
 
 
-def test_a_name_of_gpt_oss_is_for_gpt_oss(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="quantized already, as mxfp4"):
-        find_moe_layers(
-            read_checkpoint(written(tmp_path, quantization_config={"quant_method": "mxfp4"})), online="gpt_oss_mxfp4"
-        )
+@pytest.mark.parametrize(
+    ("name", "changes", "rule"),
+    [
+        (
+            "mxfp4",
+            {"quantization_config": MXFP8},
+            "quantized already, as modelopt_mxfp8, and --quantization is 'mxfp4'",
+        ),
+        ("gpt_oss_mxfp4", {"quantization_config": {"quant_method": "mxfp4"}}, "quantized already, as mxfp4"),
+        ("fp9", {}, "'fp9' is not supported.*valid are mxfp8, mxfp4"),
+        # In a server it is an error while weights are loaded: nothing reaches the loader that quantizes.
+        *(
+            (name, GPT_OSS, "copies experts in 16 bits past the loader that would quantize them")
+            for name in ONLINE_SCHEMES
+        ),
+    ],
+)
+def test_names_that_cannot_be_followed_are_refused(name: str, changes: dict[str, Any], rule: str, explain: Any) -> None:
+    with pytest.raises(CheckpointError, match=rule):
+        explain(config(**changes), online=name)
 
 
-def test_unknown_names_are_refused_with_the_valid_ones(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'fp9' is not supported.*valid are mxfp8, mxfp4"):
-        find_moe_layers(read_checkpoint(written(tmp_path)), online="fp9")
-
-
-def test_what_vllm_quantizes_to_other_formats_is_stocks(tmp_path: Path) -> None:
-    found = find_moe_layers(read_checkpoint(written(tmp_path)), online="fp8")
+def test_what_vllm_quantizes_to_other_formats_is_stocks(explain: Any) -> None:
+    found = explain(config(), online="fp8")
     assert set(found.unsupported_formats.values()) == {"fp8"} and not found.problems
     assert found.notes[0].startswith("48 MoE layers have experts in fp8, which are left to stock vLLM, unaffected")
 
@@ -143,20 +120,20 @@ def test_every_online_name_of_the_installed_vllm_is_known() -> None:
     assert set(names) - known == set(), "as vLLM spells them"
 
 
-def test_without_the_option_the_experts_are_stocks_and_a_note_names_it(tmp_path: Path) -> None:
-    found = find_moe_layers(read_checkpoint(written(tmp_path)))
+def test_without_the_option_the_experts_are_stocks_and_a_note_names_it(explain: Any) -> None:
+    found = explain(config())
     assert len(found.unquantized) == 48 and not found.problems
     assert found.notes[1] == "--quantization mxfp8 or mxfp4 would quantize the experts at loading, for this plugin"
 
 
-def test_a_gpt_oss_in_16_bits_is_not_offered_what_is_refused(tmp_path: Path) -> None:
-    found = find_moe_layers(read_checkpoint(written(tmp_path, model_type="gpt_oss", num_local_experts=8)))
+def test_a_gpt_oss_in_16_bits_is_not_offered_what_is_refused(explain: Any) -> None:
+    found = explain(config(**GPT_OSS))
     assert not [note for note in found.notes if "--quantization" in note]
     assert "the plugin serves gpt-oss in MXFP4, as OpenAI publishes it" in " ".join(found.notes)
 
 
-def test_explain_takes_it_and_says_why_sizes_do_not_do(tmp_path: Path) -> None:
-    file = str(written(tmp_path))
+def test_explain_takes_it_and_says_why_sizes_do_not_do() -> None:
+    file = str(CONFIGS / "qwen3-30b-a3b.json")
     told = CliRunner().invoke(app, ["explain", file, "--quantization", "MXFP8", "--device", "nvidia-h200"])
     assert told.exit_code == 0, told.output
     assert "mxfp8 (online, activations mxfp8)" in told.output and "hopper_mxfp8" in told.output
@@ -174,16 +151,16 @@ def test_explain_takes_it_and_says_why_sizes_do_not_do(tmp_path: Path) -> None:
     ],
 )
 def test_vllms_other_names_for_a_checkpoint_are_taken(
-    quantization: dict[str, Any], names: tuple[str, ...], tmp_path: Path
+    quantization: dict[str, Any], names: tuple[str, ...], explain: Any
 ) -> None:
-    config = read_checkpoint(written(tmp_path, quantization_config=quantization))
+    data = config(quantization_config=quantization)
     for name in names:
-        found = find_moe_layers(config, online=name)
-        assert found.problems == find_moe_layers(config).problems and found.method == name
-        stored = read_checkpoint(written(tmp_path / name, quantization_config={**quantization, "quant_method": name}))
-        assert dataclasses.replace(find_moe_layers(stored), notes=()) == dataclasses.replace(found, notes=())
-    in_bytes = find_moe_layers(config, online="moe_wna16")
+        found = explain(data, online=name)
+        assert found.problems == explain(data).problems and found.method == name
+        stored = explain(config(quantization_config={**quantization, "quant_method": name}))
+        assert dataclasses.replace(stored, notes=()) == dataclasses.replace(found, notes=())
+    in_bytes = explain(data, online="moe_wna16")
     assert {problem.scheme.packing for problem in in_bytes.problems} == {"moe_wna16"}
     assert {problem.scheme.zero_points for problem in in_bytes.problems} == {quantization["quant_method"] == "awq"}
     with pytest.raises(CheckpointError, match=r"or say .*moe_wna16"):
-        find_moe_layers(config, online="mxfp8")
+        explain(data, online="mxfp8")

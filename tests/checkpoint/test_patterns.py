@@ -94,48 +94,30 @@ def test_hostile_patterns_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
         assert time.process_time() - start < 2.0, text
 
 
-def test_a_pattern_that_exceeds_its_time_is_an_error() -> None:
-    pattern = BoundedPattern("(a|aa)+$", MatchBudget("config.json, ignore"))
-    with pytest.raises(CheckpointError, match=r"take more than 1\.0 s .* Write fewer of them, without nested repeats"):
-        pattern.match("a" * 100 + "!")
-
-
 def test_a_usual_pattern_matches_any_number_of_names() -> None:
     pattern = BoundedPattern(r".*\.mlp\.(gate|shared_expert).*", MatchBudget("here"))
     for index in range(30_000):
         assert pattern.match(f"model.layers.{index}.mlp.gate")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("(", "is not a regular expression: missing )"),
-        ("a{99999999999}", "repeats a part more than 10000 times"),
-        ("((((a?){40}){40}){40}){40}x", "repeats a part more than 10000 times"),
-        ("(a{2000,}){20,}", "repeats a part more than 10000 times"),
-        ("(" * 5000 + "a" + ")" * 5000, "is not a regular expression"),
-        (".*" + "a" * 20_000, "has 20002 characters, more than 20000"),
-        ("(?a)(?u)x", "is not a regular expression: "),
-        ("(?R)", "calls itself or one of its groups"),
-        ("(?iV1)" + "[\\w--a]|" * 2200, "has the flag V1"),
-        ("a(?iV1:b)", "has the flag V1"),
-        ("a{" + "9" * 5000 + "}", "repeats a part more than 10000 times"),
-    ],
-    ids=[
-        "open",
-        "overflow",
-        "nested",
-        "unbounded",
-        "deep",
-        "long",
-        "flags",
-        "recursion",
-        "sets of sets",
-        "scoped flag",
-        "digits",
-    ],
-)
-def test_refused_patterns_are_named_with_their_place(text: str, message: str) -> None:
+REFUSED = {
+    "open": ("(", "is not a regular expression: missing )"),
+    "overflow": ("a{99999999999}", "repeats a part more than 10000 times"),
+    "nested": ("((((a?){40}){40}){40}){40}x", "repeats a part more than 10000 times"),
+    "unbounded": ("(a{2000,}){20,}", "repeats a part more than 10000 times"),
+    "deep": ("(" * 5000 + "a" + ")" * 5000, "is not a regular expression"),
+    "long": (".*" + "a" * 20_000, "has 20002 characters, more than 20000"),
+    "flags": ("(?a)(?u)x", "is not a regular expression: "),
+    "recursion": ("(?R)", "calls itself or one of its groups"),
+    "sets of sets": ("(?iV1)" + "[\\w--a]|" * 2200, "has the flag V1"),
+    "scoped flag": ("a(?iV1:b)", "has the flag V1"),
+    "digits": ("a{" + "9" * 5000 + "}", "repeats a part more than 10000 times"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_patterns_are_named_with_their_place(kind: str) -> None:
+    text, message = REFUSED[kind]
     with pytest.raises(CheckpointError) as caught:
         BoundedPattern(text, MatchBudget("config.json, ignore"))
     assert message in str(caught.value) and str(caught.value).startswith("config.json, ignore: ")
@@ -146,7 +128,7 @@ def test_all_expressions_of_a_config_share_one_budget() -> None:
     start = time.process_time()
     budget = MatchBudget("config.json, ignore")
     tried = PatternList([f"(a|aa)+{number}$" for number in range(1000)], budget)
-    with pytest.raises(CheckpointError, match=f"take more than {patterns.MAX_SECONDS} s"):
+    with pytest.raises(CheckpointError, match=r"take more than 1\.0 s .* Write fewer of them, without nested rep"):
         tried.first(["a" * 100 + "!"])
     assert time.process_time() - start < 2 * patterns.MAX_SECONDS
 

@@ -184,9 +184,9 @@ UNKNOWN = {"model_type": "other_moe"}
             },
             "modules_to_not_convert is .*, not a list of names",
         ),
-        (
-            {"quantization_config": compressed(group(INT4 | {"actorder": "best"}), format=PACKED)},
-            "unknown actorder 'best'",
+        *(
+            ({"quantization_config": compressed(group(INT4 | {"actorder": order}), format=PACKED)}, "unknown actorder")
+            for order in ("best", [], {}, 1, 1.5)
         ),
     ],
 )
@@ -211,6 +211,17 @@ def test_unusable_configs_say_what_and_where(
         (b"[" * 200_000, "is nested more than 50 levels deep"),
         (b'{"a":' * 200_000, "is nested more than 50 levels deep"),
         (b'{"num_experts": ' + b"9" * 10_000 + b"}", "is not JSON"),
+        # Tools of Windows save so. vLLM's config class says that such a file is not JSON.
+        *(
+            ('{"author": "\N{LATIN SMALL LETTER E WITH ACUTE}"}'.encode(encoding), words)
+            for encoding, words in (
+                ("utf-8-sig", r"byte order mark, which vLLM does not read\. Save it as UTF-8"),
+                ("utf-16", "byte order mark"),
+                ("utf-32", "byte order mark"),
+                ("utf-16-be", "is not JSON"),
+                ("latin-1", "is not JSON"),
+            )
+        ),
     ],
 )
 def test_invalid_config_files_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
@@ -255,6 +266,8 @@ def test_a_wrong_kind_of_path_is_refused_with_the_expected_kind(tmp_path: Path) 
 def test_paths_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere: no such file or folder\. Give a checkpoint's folder"):
         read_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path}/x+: cannot be read: File name too long"):
+        read_checkpoint(tmp_path / ("x" * 300))
     with pytest.raises(CheckpointError, match=r"the folder has no config\.json"):
         read_checkpoint(tmp_path)
     (tmp_path / "config.json").mkdir()

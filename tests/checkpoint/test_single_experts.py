@@ -3,17 +3,13 @@ are refused."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.lib.configs import AUTO_ROUND, CT_INPUTS, CT_MXFP8, GPTQ, MODELOPT, compressed, config, group
-from vllm_moe_oracle.checkpoint.files import read_checkpoint
-from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.quantization.modelopt import modelopt_exclusion_matcher
 from vllm_moe_oracle.quantization.single_experts import check_exclusions
@@ -52,12 +48,11 @@ LEAVE_OUT: dict[str, Callable[[list[str]], Quantization]] = {
 
 
 @pytest.fixture
-def read(tmp_path: Path) -> Callable[[Quantization], MoeLayers]:
-    def find(quantization: Quantization) -> MoeLayers:
-        (tmp_path / "config.json").write_text(json.dumps(config(quantization_config=quantization)))
+def read(explain: Any) -> Callable[[Quantization], Any]:
+    def find(quantization: Quantization) -> Any:
         start = time.process_time()
         try:
-            return find_moe_layers(read_checkpoint(tmp_path))
+            return explain(config(quantization_config=quantization))
         finally:
             assert time.process_time() - start < 1
 

@@ -11,10 +11,7 @@ import pytest
 
 from tests.lib.cli import Run
 from tests.lib.configs import GPTQ
-from vllm_moe_oracle.checkpoint.files import read_checkpoint
 from vllm_moe_oracle.checkpoint.layer_names import compact_layer_names
-from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
-from vllm_moe_oracle.checkpoint.ranks import Ranks
 from vllm_moe_oracle.errors import CheckpointError, LeftToStockError
 from vllm_moe_oracle.releases.models import last_release_with
 from vllm_moe_oracle.releases.vllm_names import REMOVED_MODELS
@@ -39,13 +36,8 @@ ARCTIC: dict[str, Any] = {
 }  # fmt: skip
 
 
-def read(folder: Path, config: dict[str, Any], tp: int = 1) -> MoeLayers:
-    (folder / "config.json").write_text(json.dumps(config))
-    return find_moe_layers(read_checkpoint(folder), Ranks(tp))
-
-
-def test_experts_for_text_and_for_images_are_two_kinds_of_layers(tmp_path: Path) -> None:
-    found = read(tmp_path, ERNIE_VL, tp=2)
+def test_experts_for_text_and_for_images_are_two_kinds_of_layers(explain: Any) -> None:
+    found = explain(ERNIE_VL, tp=2)
     text, images = (
         [each for each in found.problems if each.layer.endswith(name)] for name in ("text_experts", "vision_experts")
     )
@@ -55,36 +47,35 @@ def test_experts_for_text_and_for_images_are_two_kinds_of_layers(tmp_path: Path)
     assert {(each.num_experts, each.top_k, each.intermediate_size) for each in images} == {(64, 6, 256)}
     assert found.problems[0].routing.method == "unspecified" and found.problems[0].routing.correction_bias
     without = {name: value for name, value in ERNIE_VL.items() if name != "moe_layer_end_index"}
-    assert len(read(tmp_path, without).problems) == 27 + 26
+    assert len(explain(without).problems) == 27 + 26
 
 
-def test_each_kind_may_be_left_unquantized(tmp_path: Path) -> None:
+def test_each_kind_may_be_left_unquantized(explain: Any) -> None:
     quantization = GPTQ | {"dynamic": {r"-:.*vision_experts": {}}}
-    found = read(tmp_path, ERNIE_VL | {"quantization_config": quantization})
+    found = explain(ERNIE_VL | {"quantization_config": quantization})
     assert len(found.problems) == 27 and compact_layer_names(found.unquantized).endswith("2-26.mlp.vision_experts")
 
 
 @pytest.mark.parametrize("value", [[], [64], [64, 64, 64]])
-def test_a_list_that_is_not_of_two_kinds_is_refused(value: list[int], tmp_path: Path) -> None:
+def test_a_list_that_is_not_of_two_kinds_is_refused(value: list[int], explain: Any) -> None:
     with pytest.raises(
         CheckpointError, match=r"moe_intermediate_size is .*; vLLM reads one for text and one for images"
     ):
-        read(tmp_path, ERNIE_VL | {"moe_intermediate_size": value})
+        explain(ERNIE_VL | {"moe_intermediate_size": value})
 
 
-def test_experts_of_zeros_have_no_weights(tmp_path: Path) -> None:
-    found = read(tmp_path, LONGCAT, tp=8)
+def test_experts_of_zeros_have_no_weights(explain: Any) -> None:
+    found = explain(LONGCAT, tp=8)
     assert compact_layer_names(each.layer for each in found.problems) == "model.layers.0-27.mlp.experts"
     (problem,) = {each.key() for each in found.problems}
     assert (problem.num_experts, problem.top_k, problem.intermediate_size, problem.num_layers) == (512, 12, 256, 28)
     assert (problem.routing.method, problem.routing.renormalize) == ("unspecified", False)
 
 
-def test_experts_without_a_moe_layer_are_stock_vllms(tmp_path: Path, run: Run) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(ARCTIC))
+def test_experts_without_a_moe_layer_are_stock_vllms(explain: Any, tmp_path: Path, run: Run) -> None:
     last = REMOVED_MODELS["ArcticForCausalLM"]
     with pytest.raises(LeftToStockError, match="vLLM's code of arctic computes its experts itself"):
-        find_moe_layers(read_checkpoint(tmp_path), vllm=last)
+        explain(ARCTIC, vllm=last)
     found = run("explain", tmp_path, "--device", "h100", "--vllm", last)
     assert found.status == 0 and "left to stock vLLM" in found.out
     found = run("explain", tmp_path, "--device", "h100")
@@ -99,10 +90,10 @@ MINICPM: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", ["minicpm", "minicpm3", "moondream3", "moondream3_text", "nomic_bert"])
-def test_no_sizes_are_asked_of_experts_without_a_moe_layer(kind: str, tmp_path: Path) -> None:
+def test_no_sizes_are_asked_of_experts_without_a_moe_layer(kind: str, explain: Any) -> None:
     config = {name: value for name, value in MINICPM.items() if name != "intermediate_size"}
     with pytest.raises(LeftToStockError, match=f"vLLM's code of {kind} computes its experts itself"):
-        read(tmp_path, config | {"model_type": kind})
+        explain(config | {"model_type": kind})
 
 
 @pytest.mark.parametrize("config", [MINICPM, MINICPM | {"num_experts": 0}], ids=["experts", "dense"])
@@ -112,14 +103,13 @@ def test_minicpm_is_stock_vllms(config: dict[str, Any], tmp_path: Path, run: Run
     assert found.status == 0 and "left to stock vLLM" in found.out
 
 
-@pytest.mark.parametrize("vllm", ["0.23.1", "0.24.0", "0.24.0+cpu", "v0.24.0", "0.24.1", "0.24.1rc2", "0.24.2.dev3"])
-def test_patch_releases_have_the_models_of_their_release(vllm: str) -> None:
-    assert last_release_with(["x", 3, "Grok1ForCausalLM"], vllm) is None
-
-
-@pytest.mark.parametrize("vllm", [None, "", "main", "0.25.0", "0.25.0.dev1", "0.240.0", "1.0"])
-def test_later_and_unknown_releases_lack_removed_models(vllm: str | None) -> None:
-    assert last_release_with(["Grok1ForCausalLM"], vllm) == ("Grok1ForCausalLM", "0.24.0")
+@pytest.mark.parametrize(
+    ("vllm", "has"),
+    [(each, True) for each in ("0.23.1", "0.24.0", "0.24.0+cpu", "v0.24.0", "0.24.1", "0.24.1rc2", "0.24.2.dev3")]
+    + [(each, False) for each in (None, "", "main", "0.25.0", "0.25.0.dev1", "0.240.0", "1.0")],
+)
+def test_a_release_and_its_patches_have_models_that_later_ones_lack(vllm: str | None, has: bool) -> None:
+    assert last_release_with(["x", 3, "Grok1ForCausalLM"], vllm) == (None if has else ("Grok1ForCausalLM", "0.24.0"))
 
 
 @pytest.mark.parametrize("config", [ERNIE_VL, LONGCAT], ids=["ernie-vl", "longcat"])

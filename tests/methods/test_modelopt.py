@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from vllm_moe_oracle.checkpoint.files import read_checkpoint
-from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
+from tests.lib.configs import quantized
 from vllm_moe_oracle.errors import CheckpointError, DeploymentError
 from vllm_moe_oracle.quantization.modelopt import modelopt_exclusion_matcher
 from vllm_moe_oracle.quantization.types import LayerNames
@@ -49,10 +47,8 @@ RECIPES = {
 }
 
 
-def test_vllm_and_explain_decide_alike(tmp_path: Path) -> None:
-    data = json.loads(CONFIG.read_text()) | {"quantization_config": quantization(RECIPES)}
-    (tmp_path / "config.json").write_text(json.dumps(data))
-    found = find_moe_layers(read_checkpoint(tmp_path))
+def test_vllm_and_explain_decide_alike(explain: Any) -> None:
+    found = explain(quantized(quantization_config=quantization(RECIPES)))
     explained = {problem.layer: "MXFP8" for problem in found.problems} | dict(found.unsupported_formats)
     config = config_of(RECIPES)
     served = {experts(index): config._resolve_quant_algo(experts(index)) for index in range(48)}
@@ -135,7 +131,7 @@ def test_an_excluded_layer_is_not_quantized_whatever_its_recipe_says() -> None:
         "*mlp.gate*",
     ],
 )
-def test_vllm_leaves_out_the_layers_that_explain_does(precision: str, pattern: str, tmp_path: Path) -> None:
+def test_vllm_leaves_out_the_layers_that_explain_does(precision: str, pattern: str, explain: Any) -> None:
     """A layer's number ends where it ends: `model.layers.1` is no part of layer 10."""
     from vllm_moe_oracle.methods.modelopt import ModelOptMxFp8Config
 
@@ -145,10 +141,8 @@ def test_vllm_leaves_out_the_layers_that_explain_does(precision: str, pattern: s
     else:
         given = quantization({experts(index): "MXFP8" for index in range(48)}, ignore=[pattern])
         config = config_of({experts(index): "MXFP8" for index in range(48)}, ignore=[pattern])
-    data = json.loads(CONFIG.read_text()) | {"quantization_config": given}
-    (tmp_path / "config.json").write_text(json.dumps(data))
     left_out = [name for name in map(experts, range(48)) if config.is_layer_excluded(name)]
-    assert left_out == list(find_moe_layers(read_checkpoint(tmp_path)).unquantized)
+    assert left_out == list(explain(quantized(quantization_config=given)).unquantized)
     for index in (1, 10):
         attention = f"model.layers.{index}.self_attn.qkv_proj"
         assert config.is_layer_excluded(attention) == (experts(index) in left_out and "mlp" not in pattern)
@@ -176,13 +170,12 @@ NESTED = {"quant_algo": "MXFP8", "kv_cache_quant_algo": None}
         ({"quant_method": "modelopt", "quantization": NESTED | {"exclude_modules": [], "ignore": EXCLUDED}}, False),
     ],
 )
-def test_one_field_has_the_exclusions(config: dict[str, Any], left_out: bool, tmp_path: Path) -> None:
+def test_one_field_has_the_exclusions(config: dict[str, Any], left_out: bool, explain: Any) -> None:
     """Which one, the form of the config says, for vLLM's class and for `explain`; another one is noted."""
     from vllm_moe_oracle.methods.modelopt import ModelOptMxFp8Config, Mxfp8Config
 
     kind = Mxfp8Config if config["quant_method"] == "mxfp8" else ModelOptMxFp8Config
-    (tmp_path / "config.json").write_text(json.dumps(json.loads(CONFIG.read_text()) | {"quantization_config": config}))
-    found = find_moe_layers(read_checkpoint(tmp_path))
+    found = explain(quantized(quantization_config=config))
     assert kind.from_config(dict(config)).is_layer_excluded(EXCLUDED[0]) == left_out
     assert (list(found.unquantized) == EXCLUDED) == left_out
     assert any("has no effect: vLLM reads" in note for note in found.notes) == (not left_out)

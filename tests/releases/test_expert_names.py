@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import json
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +12,6 @@ import pytest
 from tests.lib.configs import CT_INPUTS, CT_MXFP8, INT4, PACKED, compressed, config, group
 from tests.lib.releases import every_release, sources
 from tests.lib.stock_code import load
-from vllm_moe_oracle.checkpoint.files import read_checkpoint
-from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.releases.expert_names import min_expert_width, projection_names
 from vllm_moe_oracle.releases.supported import NEWEST, RELEASES
@@ -137,12 +132,9 @@ BY_NUMBER, BY_WORD = r"re:.*experts\..*\.w[123]$", r"re:.*experts\..*\.(gate|up|
 
 
 @pytest.fixture
-def read_for(tmp_path: Path) -> Iterator[Any]:
-    def run(name: str, quantization: dict[str, Any], release: str | None) -> MoeLayers:
-        (tmp_path / "config.json").write_text(json.dumps({**config(name), "quantization_config": quantization}))
-        return find_moe_layers(read_checkpoint(tmp_path), vllm=release)
-
-    yield run
+def read_for(explain: Any) -> Any:
+    """Reads a model's config with this quantization, for a release."""
+    return lambda name, quantization, release: explain(config(name, quantization_config=quantization), vllm=release)
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "minimax-m2"])
