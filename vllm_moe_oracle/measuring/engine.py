@@ -69,12 +69,10 @@ OnBackend = Callable[[str], None]
 by it which one took the process down."""
 
 
-def ignore_backend(name: str) -> None:
-    """The usual `OnBackend`."""
-
-
 @contextmanager
-def open_context(device: Device, max_num_tokens: int, on_backend: OnBackend = ignore_backend) -> Iterator[BenchContext]:
+def open_context(
+    device: Device, max_num_tokens: int, on_backend: OnBackend = lambda name: None
+) -> Iterator[BenchContext]:
     """A vLLM worker without a model in this process, for the duration of the context.
 
     Args:
@@ -108,7 +106,7 @@ class BenchContext:
     device: Device
     config: Any
     max_num_tokens: int
-    on_backend: OnBackend = ignore_backend
+    on_backend: OnBackend = lambda name: None
     clock: Clock = field(init=False)
 
     def __post_init__(self) -> None:

@@ -232,7 +232,7 @@ def tune(
     options: TuneOptions,
     known: Sequence[Profile] = (),
     progress: Progress = lambda words, done, total: None,
-    on_backend: engine.OnBackend = engine.ignore_backend,
+    on_backend: engine.OnBackend = lambda name: None,
 ) -> dict[KernelShape, TuneOutcome]:
     """Measures what is missing, and stores it.
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .. import __version__
+from ..checkpoint.dtypes import dtype_refusal
 from ..checkpoint.files import CheckpointFiles
 from ..checkpoint.layer_names import expert_layers, mtp_layers
 from ..checkpoint.moe_layers import MoeLayers, find_moe_layers
@@ -27,10 +28,9 @@ from ..core.decision import Decision
 from ..core.problem import Device, Problem
 from ..errors import BackendDefect, CheckpointError, DamagedCheckpointError, MeasurementError, NoBackendError
 from ..measurements import lookup
-from ..methods.measure_hook import Progress
 from ..oracle.registry import Registry, default_registry
 from ..oracle.selection import decide, is_final, remaining_candidates
-from ..oracle.stock_choice import choose_stock, left_to_stock
+from ..oracle.stock_choice import asks_stock, choose_stock, left_to_stock
 from ..oracle.watchdog import doing
 from ..releases.gemma_norms import has_gemma_norms
 from ..settings import AUTO, Settings, env_var
@@ -44,12 +44,9 @@ if TYPE_CHECKING:
     from ..verification.token_stream import LayerInputs, TokenStream
     from ..verification.whole_layer import LayerCheck
 
-OnCheck = Callable[[str, str], None]
-"""Receives a layer and its backend that are about to be compared."""
-
-
-def _ignore_check(layer: str, backend: str) -> None:
-    """The usual `OnCheck`."""
+OnCheck = Callable[[str, str, int], None]
+"""Receives a layer and its backend that are about to be compared, which may end this process, and the number of layers
+done."""
 
 
 _MAX_RESUME_BYTES = 64 << 20
@@ -138,8 +135,7 @@ class Verification:
         self.gemma_norms = has_gemma_norms(_architectures(config))
         names = {each.name: each.names for each in (*expert_layers(config, release), *mtp_layers(config, release))}
         drafts = [each for each in self.layers.mtp_problems if each.layer not in self.layers.absent_drafts]
-        problems = [with_activations(each, settings) for each in (*self.layers.problems, *drafts)]
-        found = [self._plan(problem) for problem in problems]
+        found = [self._plan(problem) for problem in (*self.layers.problems, *drafts)]
         if all(each.is_stock for each in found):
             reasons = [each.failure for each in found[:1]]
             reasons += [
@@ -170,16 +166,21 @@ class Verification:
     def __exit__(self, *_: object) -> None:
         self.files.close()
 
-    def _plan(self, problem: Problem) -> LayerPlan:
+    def _plan(self, declared: Problem) -> LayerPlan:
+        """What is to be compared of a layer, given with the activations that its checkpoint declares."""
+        problem = with_activations(declared, self.settings)
         measurements = lookup.find_measurements(problem, self.device, self.settings)
+        left = ""
         try:
-            made = decide(problem, self.device, self.settings, AUTO, self.registry, measurements)
-        except NoBackendError as error:
-            words = f"{error.rule}. {error.remedy}" if error.remedy else error.rule
-            stock = choose_stock(problem, self.device, self.registry)
-            left = left_to_stock(problem, self.device, stock)
+            if error := dtype_refusal(problem, self.layers.method, self.device):
+                raise error
+            return LayerPlan(problem, decide(problem, self.device, self.settings, AUTO, self.registry, measurements))
+        except NoBackendError as refusal:
+            words = f"{refusal.rule}. {refusal.remedy}" if refusal.remedy else refusal.rule
+            if error is None and asks_stock(problem, self.device, self.settings, self.registry):
+                stock = choose_stock(declared, self.device, self.registry, method=self.layers.method)
+                left = left_to_stock(problem, stock)
             return LayerPlan(problem, None, left or words, is_stock=bool(left))
-        return LayerPlan(problem, made)
 
     def _identity(self, config: CheckpointFiles) -> str:
         parts: list[Any] = [
@@ -193,80 +194,66 @@ class Verification:
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
-    def run(
-        self, resume: ResumeFile | None, progress: Progress, on_check: OnCheck = _ignore_check
-    ) -> Iterator[LayerResult]:
+    def run(self, resume: ResumeFile | None, on_check: OnCheck) -> Iterator[LayerResult]:
         """Compares layer by layer; yields each result as it is known, resumed ones too.
 
         Args:
             resume: results of an earlier run, and where new ones are kept; None to keep none.
-            progress: called with words, layers done, and layers in all.
-            on_check: called before each comparison, which may end this process.
+            on_check: called before each comparison.
 
         Raises:
             DamagedCheckpointError: the files changed while they were read, or the model's embedding is damaged.
             HostMemoryError: the memory is not sufficient for a layer.
             MeasurementError: a result cannot be kept.
         """
-        from ..compat import current_adapter, standalone_layer
+        from ..compat import standalone_layer
         from ..verification import token_stream
 
         known = resume.results if resume is not None else {}
         streams: dict[int, TokenStream] = {}
         with standalone_layer.single_rank_worker(self.device.kind, _MAX_TOKENS):
             for done, plan in enumerate(self.plans):
-                found = [
-                    known[plan.problem.layer, name] for name in plan.backends if (plan.problem.layer, name) in known
-                ]
+                layer, size = plan.problem.layer, plan.problem.hidden_size
+                found = [known[layer, name] for name in plan.backends if (layer, name) in known]
                 if found and len(found) == len(plan.backends):
                     yield from found
                     continue
                 if plan.tensors is None:
                     status: Status = "stock" if plan.is_stock else "no_backend"
-                    yield LayerResult(
-                        plan.problem.layer, "", status, fault=plan.failure, experts=plan.problem.num_experts
-                    )
+                    yield LayerResult(layer, "", status, fault=plan.failure, experts=plan.problem.num_experts)
                     continue
-                size = plan.problem.hidden_size
                 if size not in streams:
                     streams[size] = token_stream.TokenStream(self.files, size, self.gemma_norms)
-                stream = streams[size]
-                for result in self._layer(plan, plan.tensors, stream, current_adapter(), done, progress, on_check):
+                for result in self._layer(plan, plan.tensors, streams[size], on_check, done):
                     if resume is not None:
                         resume.keep(result)
                     yield result
 
     def _layer(
-        self,
-        plan: LayerPlan,
-        tensors: StoredExperts,
-        stream: TokenStream,
-        adapter: Adapter,
-        done: int,
-        progress: Progress,
-        on_check: OnCheck,
+        self, plan: LayerPlan, tensors: StoredExperts, stream: TokenStream, on_check: OnCheck, done: int
     ) -> Iterator[LayerResult]:
+        """The results of a layer's backends; arguments are those of `run`."""
+        from ..compat import current_adapter
         from ..verification.whole_layer import LayerCheck
 
-        assert plan.decision is not None
+        adapter, problem = current_adapter(), plan.problem
         kind = "cuda" if self.device.kind == "cuda" else "cpu"
         inputs: LayerInputs | None = None
         warnings: list[str] | None = None
         for name in plan.backends:
-            progress(f"{plan.problem.layer}: {name}", done, len(self.plans))
-            on_check(plan.problem.layer, name)
+            on_check(problem.layer, name, done)
             start = time.perf_counter()
             try:
                 warnings = tensors.check_unread() if warnings is None else warnings
                 inputs = inputs or stream.inputs(tensors)
                 tokens = inputs.x, inputs.weights, inputs.ids
-                check = LayerCheck(plan.problem, tensors.expert, tokens, adapter, kind, tensors.raw_expert)
+                check = LayerCheck(problem, tensors.expert, tokens, adapter, kind, tensors.raw_expert)
                 result, outputs = self._compare(plan, name, check, adapter)
             except CheckpointError as error:
                 # The result names the layer.
-                where = error.where.removeprefix(plan.problem.layer).removeprefix(", ")
+                where = error.where.removeprefix(problem.layer).removeprefix(", ")
                 words = f"{CheckpointError(error.rule, error.remedy, where)}"
-                result, outputs = LayerResult(plan.problem.layer, name, "damaged", fault=words), None
+                result, outputs = LayerResult(problem.layer, name, "damaged", fault=words), None
             if outputs is not None and name == plan.backends[-1]:
                 stream.advance(outputs)
             yield msgspec.structs.replace(
@@ -274,7 +261,7 @@ class Verification:
                 seconds=round(time.perf_counter() - start, 3),
                 warnings=tuple(warnings or ()),
                 inputs=inputs.source if inputs else "",
-                experts=plan.problem.num_experts,
+                experts=problem.num_experts,
             )
 
     def _compare(self, plan: LayerPlan, name: str, check: LayerCheck, adapter: Adapter) -> tuple[LayerResult, Any]:

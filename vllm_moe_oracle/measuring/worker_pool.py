@@ -66,10 +66,6 @@ reported a broken context, which it has stored), and the seconds of silence, 0 i
 given to a new worker. Workers that others killed do not count."""
 
 
-def _ignore_crash(task: int, why: str, silent: float) -> None:
-    """The usual `OnCrash`."""
-
-
 def _do_nothing() -> None:
     """What a worker usually does before its first task, and its parent meanwhile."""
 
@@ -140,7 +136,7 @@ def run_tasks(
     attempts: int = 1,
     quiet: bool = False,
     limits: Limits = _NO_LIMITS,
-    on_crash: OnCrash = _ignore_crash,
+    on_crash: OnCrash = lambda task, why, silent: None,
     meanwhile: Callable[[], None] = _do_nothing,
     warm_up: Callable[[], None] = _do_nothing,
 ) -> Generator[TaskEvent, None, None]:

@@ -146,11 +146,12 @@ def _check(answer: _Answer, config: CheckpointFiles, settings: Settings, dtype: 
         answer.unquantized = made.layers.unquantized
         answer.unsupported_formats = dict(made.layers.unsupported_formats)
 
-        def begin(*layer_and_backend: str) -> None:
-            child_process.keep(dataclasses.replace(answer, running=layer_and_backend))
+        def begin(layer: str, backend: str, done: int) -> None:
+            progress(f"{layer}: {backend}", done, len(made.plans))
+            child_process.keep(dataclasses.replace(answer, running=(layer, backend)))
 
         try:
-            for result in made.run(kept, progress, begin):
+            for result in made.run(kept, begin):
                 answer.results.append(result)  # one by one: they are shown after an interruption, too
                 child_process.keep(answer)
         except KeyboardInterrupt:
