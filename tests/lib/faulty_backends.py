@@ -135,6 +135,14 @@ class Faulty(Emulation):
         return builder.from_function(run)
 
 
+class Kept(Faulty):
+    """Computes with the weights that it was built over, whatever is loaded later."""
+
+    def build_experts(self, tensors: Any, problem: Problem, plan: Any, builder: Any) -> Any:
+        kept = {name: tensor.clone() for name, tensor in tensors.items()}
+        return builder.from_function(lambda *arguments: forward(kept, problem, *arguments))
+
+
 def swap_halves(expert: dict[str, Tensor], layer: Problem) -> dict[str, Tensor]:
     half = layer.intermediate_size
     swapped = {name: torch.cat([expert[name][half:], expert[name][:half]]) for name in expert if name[:3] == "w13"}

@@ -89,16 +89,26 @@ def loader(*args: Any, **kwargs: Any) -> None:
     """Stands for the layer's own loader."""
 
 
-def created(config: Any, layer: Layer) -> Any:
+def created(config: Any, layer: Layer, weight_loader: Any = loader) -> Any:
     """The method of an MXFP8 layer of llm-compressor's, with its parameters registered."""
     from vllm_moe_oracle.compat.layer_context import set_current_layer
     from vllm_moe_oracle.methods.compressed_tensors import CompressedTensorsW8A8Mxfp8MoEMethod
 
     with set_current_layer(layer):
         method = CompressedTensorsW8A8Mxfp8MoEMethod(config)
-    assert method.decision.problem.scheme.activations == "16bit"
-    method.create_weights(layer, config.num_experts, HIDDEN, INNER, torch.bfloat16, weight_loader=loader)
+    problem = method.decision.problem
+    assert problem.scheme.activations == "16bit"
+    sizes = config.num_experts, problem.hidden_size, problem.intermediate_size
+    method.create_weights(layer, *sizes, torch.bfloat16, weight_loader=weight_loader)
     return method
+
+
+def loaded(config: Any) -> tuple[Layer, Any]:
+    """A layer with random weights that are not converted yet, and its method."""
+    layer = Layer()
+    method = created(config, layer)
+    load_random(layer, 0)
+    return layer, method
 
 
 def load(layer: Layer) -> None:

@@ -26,6 +26,7 @@ from tests.lib.faulty_backends import (
     weights,
 )
 from tests.lib.strange_backends import RAISED, RETURNED
+from vllm_moe_oracle.core.overrides import Override
 from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.errors import (
     BackendDefect,
@@ -153,7 +154,11 @@ def test_a_traceback_whose_error_cannot_be_read() -> None:
     assert "cannot be read" in describe_traceback(Hostile())
 
 
-@pytest.mark.parametrize("settings", [{"self_check": "strict"}, {"backend": "swapped"}], ids=["strict", "explicit"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"self_check": "strict"}, {"backend": "swapped"}, {"overrides": (Override("experts", "swapped"),)}],
+    ids=["strict", "explicit", "override"],
+)
 def test_a_strict_check_and_an_explicit_choice_refuse_to_start(settings: dict[str, Any]) -> None:
     method = Method.over(Faulty(*SWAPPED), second(), **settings)
     with pytest.raises(SelfCheckError) as caught:
@@ -195,14 +200,6 @@ def test_weights_too_small_for_float16_are_a_checkpoint_error() -> None:
         loaded[name] = torch.full_like(loaded[name], 127 - 30)
     with pytest.raises(CheckpointError, match="or too small or too large for float16"):
         Method.over(Faulty("none"), second(), layer=layer).check(loaded)
-
-
-def test_an_override_is_an_explicit_choice() -> None:
-    from vllm_moe_oracle.core.overrides import Override
-
-    method = Method.over(Faulty(*SWAPPED), second(), overrides=(Override("experts", "swapped"),))
-    with pytest.raises(SelfCheckError):
-        method.check()
 
 
 def test_an_explicit_choice_gives_way_where_that_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
@@ -449,15 +446,9 @@ def test_it_never_becomes_part_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> No
     assert backend.runs == 1
 
 
-def test_off_checks_nothing_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    method = Method.over(Faulty(*SWAPPED), self_check="off")
-    method.check()
-    assert method.decision.backend == "swapped" and not caplog.text
-
-
 # --- Ranks that come to layers in orders of their own -----------------------------------------------------------------
 
-ORDERS = ((8, 9, 10), (8, 10, 9))
+ORDERS = [[8, 9, 10], [8, 10, 9]]
 """As where layer 9 is in two files, and a rank's experts in the first of them."""
 
 
@@ -470,65 +461,47 @@ class Weighing(Faulty):
         return "too large" if problem.layer == self.refuses else ""
 
 
-def check_in_order(processes: Any, in_own_order: bool, fault: str) -> list[str]:
-    """The layers that a rank has checked; with a fault rank 1 finds it in a layer that is not its first."""
-    group, checked = RankGroup(processes, 20.0), []
-    backend = Weighing("weighing")
-    for number in ORDERS[group.rank]:
+def check_in_order(processes: Any, orders: list[list[int]], in_own_order: bool, fault: str, faulty: list[int]) -> Any:
+    """The layers that a rank has checked in its order, and their backends; with a fault one rank finds it in one layer,
+    which `faulty` names."""
+    group, found = RankGroup(processes, 20.0), {}
+    for number in orders[group.rank]:
         layer = dataclasses.replace(LAYERS["silu"], layer=f"layers.{number}")
-        backend.refuses = layer.layer if fault == "weights" and (group.rank, number) == (1, 10) else ""
-        if fault == "kernel" and (group.rank, number) == (1, 10):
+        backend, here = Weighing("weighing"), [group.rank, number] == faulty
+        backend.refuses = layer.layer if here and fault == "weights" else ""
+        if here and fault == "kernel":
             backend._convert = swap_halves
-        both = registry([backend, second()])
-        method = Method.of(both, layer, group, self_check="all")
+        method = Method.of(registry([backend, second()]), layer, group, self_check="all")
         method.in_own_order = in_own_order
         with rank_sync.notify_on_failure(group, f"the checks of {layer.layer}"):
             method.check()
-        checked.append(layer.layer)
+        found[layer.layer] = method.backend.name
     rank_sync.all_gather(group, "the end", lambda: True)
-    return checked
+    return found
 
 
 def test_ranks_may_come_to_layers_in_orders_of_their_own(tmp_path: Path) -> None:
     """With expert parallelism, in a reload and where weights are quantized as they arrive."""
-    found = gloo_ranks.run(check_in_order, 2, tmp_path, True, "")
-    assert found == [[f"layers.{number}" for number in order] for order in ORDERS]
+    found = gloo_ranks.run(check_in_order, 2, tmp_path, ORDERS, True, "", [])
+    assert [[*each] for each in found] == [[f"layers.{number}" for number in order] for order in ORDERS]
 
 
 def test_where_they_must_not_a_difference_is_an_error(tmp_path: Path) -> None:
-    for each in gloo_ranks.run(check_in_order, 2, tmp_path, False, ""):
+    for each in gloo_ranks.run(check_in_order, 2, tmp_path, ORDERS, False, "", []):
         assert each["raised"] == "RankSyncError" and "layers.9" in each["message"] and "layers.10" in each["message"]
 
 
 @pytest.mark.parametrize(("fault", "words"), [("weights", "too large"), ("kernel", "relative error")])
 def test_a_later_layer_that_fails_on_one_rank_ends_all(fault: str, words: str, tmp_path: Path) -> None:
     """No rank takes another backend by itself."""
-    other, failing = gloo_ranks.run(check_in_order, 2, tmp_path, True, fault)
+    other, failing = gloo_ranks.run(check_in_order, 2, tmp_path, ORDERS, True, fault, [1, 10])
     assert failing["raised"] == "SelfCheckError" and words in failing["message"]
     assert "layers.10" in failing["message"] and "MOE_ORACLE_DISABLE=weighing" in failing["message"]
     assert other["raised"] == "RankSyncError" and "rank 1 gave up" in other["message"] and words in other["message"]
 
 
-def backends_in_order(processes: Any, fault: str) -> dict[str, str]:
-    """The backend of each layer on a rank; rank 1 finds a fault in the first layer to which it comes, and in no other.
-    Rank 0 begins with another layer of the kind."""
-    group, found = RankGroup(processes, 20.0), {}
-    for number in ((8, 9, 10), (9, 8, 10))[group.rank]:
-        layer = dataclasses.replace(LAYERS["silu"], layer=f"layers.{number}")
-        backend, faulty = Weighing("weighing"), (group.rank, number) == (1, 9)
-        backend.refuses = layer.layer if faulty and fault == "weights" else ""
-        if faulty and fault == "kernel":
-            backend._convert = swap_halves
-        both = registry([backend, second()])
-        method = Method.of(both, layer, group, self_check="all")
-        method.in_own_order = True
-        method.check()
-        found[layer.layer] = method.backend.name
-    rank_sync.all_gather(group, "the end", lambda: True)
-    return found
-
-
 @pytest.mark.parametrize("fault", ["weights", "kernel"])
 def test_a_failure_in_the_first_layers_holds_for_the_kind_on_all_ranks(fault: str, tmp_path: Path) -> None:
-    one, other = gloo_ranks.run(backends_in_order, 2, tmp_path, fault)
+    """Rank 1 finds a fault in the first layer to which it comes; rank 0 begins with another layer of the kind."""
+    one, other = gloo_ranks.run(check_in_order, 2, tmp_path, [[8, 9, 10], [9, 8, 10]], True, fault, [1, 9])
     assert one == other == dict.fromkeys(["layers.8", "layers.9", "layers.10"], "second")

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="methods are vLLM's")
 
 from tests.lib import method_layers
 from tests.lib.faulty_backends import Faulty, second
-from tests.lib.method_layers import Layer, created, load_random, loader
+from tests.lib.method_layers import Layer, created, load_random, loaded, loader
 from vllm_moe_oracle.compat.layer_context import set_current_layer
 from vllm_moe_oracle.errors import CheckpointError
 
@@ -50,9 +50,7 @@ REFUSED: dict[str, tuple[Convert, str]] = {
 
 
 @pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(method_layers, "HIDDEN", SIZE)
-    monkeypatch.setattr(method_layers, "INNER", SIZE)
+def config() -> Iterator[Any]:
     with method_layers.moe_config({"self_check": "group"}, EXPERTS, SIZE, SIZE) as found:
         yield found
 
@@ -89,8 +87,6 @@ def test_tensors_without_numbers_are_taken(config: Any, monkeypatch: pytest.Monk
     """A kernel may have a tensor that is empty for some layers."""
     none = {"none": torch.zeros(0), "no_rows": torch.zeros(0, 3, dtype=torch.float64)}
     method_layers.use_backends([Faulty("first", lambda expert, layer: expert | none), second()], monkeypatch)
-    layer = Layer()
-    made = created(config, layer)
-    load_random(layer, 0)
+    layer, made = loaded(config)
     made.process_weights_after_loading(layer)
     assert made.backend.name == "first" and tuple(layer.no_rows.shape) == (EXPERTS, 0, 3)

@@ -26,37 +26,22 @@ def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield request.param, config
 
 
-def spoil(layer: Any, expert: int) -> None:
-    layer.w2_weight.data[expert].view(torch.uint8)[3, 5] = 0x7F
-
-
-def test_a_nan_code_in_an_expert_that_is_not_sampled(mode: tuple[str, Any]) -> None:
+@pytest.mark.parametrize("reloaded", [False, True])
+def test_a_nan_code_in_an_expert_that_is_not_sampled(mode: tuple[str, Any], reloaded: bool) -> None:
     name, config = mode
     layer = Layer()
     method = created(config, layer)
     load(layer)
-    spoil(layer, 5)
+    if reloaded:
+        method.process_weights_after_loading(layer)
+        load(layer)  # the emulation keeps the checkpoint's layout
+        delattr(layer, PROCESSED_ATTRIBUTE)
+    layer.w2_weight.data[5].view(torch.uint8)[3, 5] = 0x7F
     if name == "off":
         method.process_weights_after_loading(layer)
         return
     rule = "codes in w2_weight of 1 of 9 local experts are NaN .* code 127 of local expert 5 at \\[3, 5\\]"
     with pytest.raises(CheckpointError, match=f"model.layers.0.mlp.experts: {rule}"):
-        method.process_weights_after_loading(layer)
-
-
-def test_so_does_one_that_a_reload_brings(mode: tuple[str, Any]) -> None:
-    name, config = mode
-    layer = Layer()
-    method = created(config, layer)
-    load(layer)
-    method.process_weights_after_loading(layer)
-    load(layer)  # the emulation keeps the checkpoint's layout
-    spoil(layer, 7)
-    delattr(layer, PROCESSED_ATTRIBUTE)
-    if name == "off":
-        method.process_weights_after_loading(layer)
-        return
-    with pytest.raises(CheckpointError, match="local expert 7"):
         method.process_weights_after_loading(layer)
 
 

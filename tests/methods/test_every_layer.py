@@ -110,8 +110,6 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         return methods, count
 
     with method_layers.moe_config({"self_check": request.param}, EXPERTS, HIDDEN // 4, INNER // 4) as config:
-        monkeypatch.setattr(method_layers, "HIDDEN", HIDDEN // 4)
-        monkeypatch.setattr(method_layers, "INNER", INNER // 4)
         yield request.param, loads
 
 

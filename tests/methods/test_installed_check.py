@@ -43,27 +43,28 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         return 2
 
     with method_layers.moe_config({"self_check": request.param}, EXPERTS, HIDDEN // 4, INNER // 4) as config:
-        monkeypatch.setattr(method_layers, "HIDDEN", HIDDEN // 4)
-        monkeypatch.setattr(method_layers, "INNER", INNER // 4)
         yield request.param, loads
 
 
-@pytest.mark.parametrize("index", [9, 13, 22, 23])
-def test_one_wrong_expert_is_caught_wherever_it_is(run: Any, index: int) -> None:
+WRONG = {
+    **{
+        f"the expert {index}": (Faulty("wrong", compute=lib.wrong_experts(lambda each, index=index: each == index)), 0)
+        for index in (9, 13, 22, 23)
+    },
+    "from the eighth on": (Faulty("wrong", compute=lib.wrong_experts(lambda each: each >= 8)), 0),
+    "a mask of eight": (Faulty("wrong", compute=lib.masked(8)), 0),
+    "a mask of sixteen": (Faulty("wrong", compute=lib.masked(16)), 0),
+    "no neighbors": (Faulty("wrong", compute=lib.distant_experts), 0),
+    "the weights before a reload": (lib.Kept("keeps"), 1),
+}
+"""Backends with wrong experts, and how many loads go well before that is caught."""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_experts_are_caught_wherever_they_are(run: Any, name: str) -> None:
     mode, loads = run
-    wrong = Faulty("wrong", compute=lib.wrong_experts(lambda each: each == index))
-    assert loads(wrong) == (2 if mode == "off" else 0)
-
-
-def test_all_experts_from_the_eighth_on(run: Any) -> None:
-    mode, loads = run
-    assert loads(Faulty("wrong", compute=lib.wrong_experts(lambda each: each >= 8))) == (2 if mode == "off" else 0)
-
-
-@pytest.mark.parametrize("compute", [lib.masked(8), lib.masked(16), lib.distant_experts])
-def test_experts_that_are_no_neighbors(run: Any, compute: Any) -> None:
-    mode, loads = run
-    assert loads(Faulty("wrong", compute=compute)) == (2 if mode == "off" else 0)
+    wrong, well = WRONG[name]
+    assert loads(wrong) == (2 if mode == "off" else well)
 
 
 FAULTS = {
@@ -90,19 +91,6 @@ def test_a_kernel_that_takes_over_beyond_the_engines_calls_is_not_called(
     assert loads(FAULTS["many tokens"]) == 2
 
 
-class Keeps(Faulty):
-    """Copies the weights when it is built; a reload does not reach the copy."""
-
-    def build_experts(self, tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
-        kept = {name: tensor.clone() for name, tensor in tensors.items()}
-        return builder.from_function(lambda *arguments: forward(kept, problem, *arguments))
-
-
-def test_a_kernel_that_keeps_other_weights_after_a_reload(run: Any) -> None:
-    mode, loads = run
-    assert loads(Keeps("keeps")) == (2 if mode == "off" else 1)
-
-
 class KeepsScales(Faulty):
     """Refers to the scales that it was built over, as vLLM's own experts do by their quant config; plans for no more
     tokens than the builder says, as this project's kernels do."""
@@ -120,8 +108,6 @@ class KeepsScales(Faulty):
 def test_a_reload_converts_fresh_parameters_before_vllm_copies_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's reload by layer puts the converted values into the kernel's tensors only after the conversion."""
     with method_layers.moe_config({"self_check": "group"}, EXPERTS, HIDDEN // 4, INNER // 4) as config:
-        monkeypatch.setattr(method_layers, "HIDDEN", HIDDEN // 4)
-        monkeypatch.setattr(method_layers, "INNER", INNER // 4)
         method_layers.use_backends([KeepsScales("keeps_scales", beyond=(600,))], monkeypatch)
         layer = Layer()
         method = created(config, layer)

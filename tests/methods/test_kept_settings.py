@@ -19,7 +19,7 @@ pytest.importorskip("vllm", reason="methods are vLLM's")
 from tests.lib import faulty_backends, method_layers
 from tests.lib.cases import registry
 from tests.lib.faulty_backends import Faulty
-from tests.lib.method_layers import Layer, created, load_random
+from tests.lib.method_layers import Layer, created, load_random, loaded
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.errors import BackendDefect, SelfCheckError
 from vllm_moe_oracle.oracle.checked_backend import METHODS
@@ -49,9 +49,7 @@ def sets(method: str, calls: list[str]) -> Any:
 
 
 @pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(method_layers, "HIDDEN", 128)
-    monkeypatch.setattr(method_layers, "INNER", 128)
+def config() -> Iterator[Any]:
     with method_layers.moe_config({"self_check": "group"}, EXPERTS, 128, 128) as found:
         yield found
 
@@ -111,9 +109,7 @@ def test_an_own_class_that_exits_is_named(config: Any, place: str, monkeypatch: 
         raise SystemExit(0)
 
     method_layers.use_backends([own_class(place, exits)], monkeypatch)
-    layer = Layer()
-    made = created(config, layer)
-    load_random(layer, 0)
+    layer, made = loaded(config)
     error = BackendDefect if place == "kernel" else SelfCheckError
     with pytest.raises(error, match=r"backend theirs: its (kernel|experts) raised SystemExit: 0") as caught:
         made.process_weights_after_loading(layer)
@@ -129,9 +125,7 @@ def test_an_own_class_prints_to_standard_error(
         os.write(1, b"written")
 
     method_layers.use_backends([own_class(place, prints)], monkeypatch)
-    layer = Layer()
-    made = created(config, layer)
-    load_random(layer, 0)
+    layer, made = loaded(config)
     made.process_weights_after_loading(layer)
     written = capfd.readouterr()
     assert "printed" in written.err and "written" in written.err
@@ -140,9 +134,7 @@ def test_an_own_class_prints_to_standard_error(
 
 def test_settings_that_an_own_class_leaves_are_put_back(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     method_layers.use_backends([own_class("kernel", lambda: torch.set_default_dtype(torch.float16))], monkeypatch)
-    layer = Layer()
-    made = created(config, layer)
-    load_random(layer, 0)
+    layer, made = loaded(config)
     with process_state.kept() as changed:
         made.process_weights_after_loading(layer)
     assert not changed

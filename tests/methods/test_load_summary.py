@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,15 +134,29 @@ def test_a_fallback_is_a_warning_also_in_a_group_that_was_announced(
     assert "not what was asked for: wanted (re:" in warning
 
 
-def test_an_override_that_matches_nothing_is_a_warning_or_an_error(
-    release: Release, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        (
+            r"re:nothing_matches_this=fast;re:layers\.0\.=fast",
+            "override re:nothing_matches_this matches no layer: the model has 2 quantized MoE layers",
+        ),
+        (
+            r"re:layers=fast;re:layers\.0\.=wanted",
+            r"override re:layers\.0\.=wanted decides no layer: all that it matches are decided by re:layers=",
+        ),
+    ],
+    ids=["matches nothing", "behind another"],
+)
+def test_an_override_without_effect_is_a_warning_or_an_error(
+    overrides: str, rule: str, release: Release, caplog: pytest.LogCaptureFixture
 ) -> None:
-    section = {"overrides": r"re:nothing_matches_this=fast;re:layers\.0\.=fast"}
-    load_model(release, names(2), load({}, {"moe_oracle": section}))
+    section = {"moe_oracle": {"overrides": overrides}}
+    load_model(release, names(2), load({}, section))
     (warning,) = words(caplog, logging.WARNING)
-    assert "override re:nothing_matches_this matches no layer: the model has 2 quantized MoE layers" in warning
-    with pytest.raises(SettingError, match="nothing_matches_this") as caught:
-        load_model(release, names(2), load({"MOE_ORACLE_STRICT": "1"}, {"moe_oracle": section}))
+    assert rule in warning
+    with pytest.raises(SettingError, match=re.escape(rule)) as caught:
+        load_model(release, names(2), load({"MOE_ORACLE_STRICT": "1"}, section))
     assert caught.value.where == "--additional-config moe_oracle.overrides"
 
 
@@ -159,17 +174,6 @@ def test_overrides_are_checked_once_before_weights_load(release: Release, caplog
         load_summary.record_conversion(decision)
     plugin._build_model(lambda: None)  # a model without layers of ours, such as a draft
     assert words(caplog, logging.WARNING) == []
-
-
-def test_an_override_behind_another_that_matches_the_same_has_no_effect(
-    release: Release, caplog: pytest.LogCaptureFixture
-) -> None:
-    section = {"overrides": r"re:layers=fast;re:layers\.0\.=wanted"}
-    load_model(release, names(2), load({}, {"moe_oracle": section}))
-    (warning,) = words(caplog, logging.WARNING)
-    assert r"override re:layers\.0\.=wanted decides no layer: all that it matches are decided by re:layers=" in warning
-    with pytest.raises(SettingError, match="decides no layer"):
-        load_model(release, names(2), load({"MOE_ORACLE_STRICT": "1"}, {"moe_oracle": section}))
 
 
 def test_an_override_for_layers_of_another_pipeline_stage_is_right(

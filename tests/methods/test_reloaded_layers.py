@@ -12,23 +12,14 @@ from torch import Tensor
 from vllm.model_executor.model_loader.reload import layerwise
 
 from tests.lib import method_layers
-from tests.lib.faulty_backends import Faulty
-from tests.lib.method_layers import Layer
+from tests.lib.faulty_backends import Faulty, Kept
+from tests.lib.method_layers import Layer, created
 from vllm_moe_oracle import plugin
-from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.errors import SelfCheckError
 from vllm_moe_oracle.methods import load_caches
 from vllm_moe_oracle.schemes import mxfp8
 
 EXPERTS, HIDDEN, INNER = 8, 128, 256
-
-
-class Keeps(Faulty):
-    """Computes for ever with the weights that it was built over."""
-
-    def build_experts(self, tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
-        kept = {name: tensor.clone() for name, tensor in tensors.items()}
-        return builder.from_function(lambda *arguments: forward(kept, problem, *arguments))
 
 
 class Loaded(Layer):
@@ -65,17 +56,11 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Callable[[Faulty, str], torch.nn.M
     monkeypatch.setattr(layerwise, "finalize_layerwise_processing", wrapped)
 
     def build(backend: Faulty, mode: str) -> torch.nn.Module:
-        from vllm_moe_oracle.compat.layer_context import set_current_layer
-        from vllm_moe_oracle.methods.compressed_tensors import CompressedTensorsW8A8Mxfp8MoEMethod
-
         load_caches.end_load()
         method_layers.use_backends([backend], monkeypatch)
         found, layer = torch.nn.Module(), Loaded()
         with method_layers.moe_config({"self_check": mode}, EXPERTS, HIDDEN, INNER) as config:
-            with set_current_layer(layer):
-                method = CompressedTensorsW8A8Mxfp8MoEMethod(config)
-            method.create_weights(layer, EXPERTS, HIDDEN, INNER, torch.bfloat16, weight_loader=layer.weight_loader)
-            layer.quant_method = method
+            layer.quant_method = method = created(config, layer, layer.weight_loader)
             found.layer = layer
             layerwise.record_metadata_for_reloading(found)
             load(layer, 0)
@@ -91,7 +76,7 @@ def test_a_kernel_that_keeps_its_weights_is_caught_by_a_reload(
 ) -> None:
     """vLLM converts fresh tensors, and copies them afterwards to where the kernel reads."""
     with method_layers.moe_config({"self_check": mode}, EXPERTS, HIDDEN, INNER):
-        for backend in (Faulty("right"), Keeps("keeps")):
+        for backend in (Faulty("right"), Kept("keeps")):
             built = model(backend, mode)
             for seed in (1, 2):
                 layerwise.initialize_layerwise_reload(built)
@@ -105,7 +90,7 @@ def test_a_kernel_that_keeps_its_weights_is_caught_by_a_reload(
 
 
 def test_without_checks_nothing_is_called(model: Callable[[Faulty, str], torch.nn.Module]) -> None:
-    built = model(Keeps("keeps"), "off")
+    built = model(Kept("keeps"), "off")
     with method_layers.moe_config({"self_check": "off"}, EXPERTS, HIDDEN, INNER):
         layerwise.initialize_layerwise_reload(built)
         load(built.layer, 1)

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from tests.lib import faulty_backends
 from tests.lib.cases import registry
-from tests.lib.method_layers import Layer, loader, moe_config, use_backends
+from tests.lib.method_layers import Layer, created, loader, moe_config, use_backends
 from vllm_moe_oracle.backends.emulation import Emulation, forward
 from vllm_moe_oracle.core.decision import TokenRange
 from vllm_moe_oracle.core.measurement_set import MeasurementSet
 from vllm_moe_oracle.errors import SelfCheckError
 from vllm_moe_oracle.methods import backend_check, declarations, load_caches
-from vllm_moe_oracle.methods.base import OracleMoEMethod
+from vllm_moe_oracle.methods.base import PROCESSED_ATTRIBUTE, OracleMoEMethod
 from vllm_moe_oracle.verification.self_check import Comparison
 
 EXPERTS, HIDDEN, INNER = 4, 64, 96
@@ -89,16 +89,18 @@ class Running(Layer):
 
 def made(config: Any, layer: Running, seed: int = 0) -> Any:
     """A method with loaded and converted weights."""
-    from vllm_moe_oracle.compat.layer_context import set_current_layer
-    from vllm_moe_oracle.methods.compressed_tensors import CompressedTensorsW8A8Mxfp8MoEMethod
-
     layer.activation = config.activation
-    with set_current_layer(layer):
-        method = CompressedTensorsW8A8Mxfp8MoEMethod(config)
-    method.create_weights(layer, EXPERTS, HIDDEN, INNER, torch.bfloat16, weight_loader=loader)
+    method = created(config, layer)
     fill(layer, seed)
     method.process_weights_after_loading(layer)
     return method
+
+
+def fresh(method: Any, layer: Running) -> None:
+    """Gives the layer new parameters with other weights, as a reload does."""
+    method.create_weights(layer, EXPERTS, HIDDEN, INNER, torch.bfloat16, weight_loader=loader)
+    fill(layer, seed=1)
+    setattr(layer, PROCESSED_ATTRIBUTE, False)
 
 
 def fill(layer: Running, seed: int) -> None:
@@ -173,8 +175,6 @@ def test_backends_of_one_layout_share_the_layers_tensors(monkeypatch: pytest.Mon
 
 
 def test_a_reload_refills_both_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_moe_oracle.methods.base import PROCESSED_ATTRIBUTE
-
     prefiller, decoder = backends()
     layer = Running()
     with inside(monkeypatch, [prefiller, decoder], CONFIG | {"allow_second_layout": True}, EVIDENCE) as config:
@@ -184,9 +184,7 @@ def test_a_reload_refills_both_in_place(monkeypatch: pytest.MonkeyPatch) -> None
         before = {count: run(method, layer, count) for count in (4, 40)}
         # As vLLM's layer-wise reload: fresh parameters, conversion, then what came out is copied to the old places.
         old = {name: parameter.data for name, parameter in layer.named_parameters()}
-        method.create_weights(layer, EXPERTS, HIDDEN, INNER, torch.bfloat16, weight_loader=loader)
-        fill(layer, seed=1)
-        setattr(layer, PROCESSED_ATTRIBUTE, False)
+        fresh(method, layer)
         method.process_weights_after_loading(layer)
         for name, data in old.items():
             data.copy_(getattr(layer, name).data)
@@ -257,8 +255,6 @@ def test_a_second_backend_is_checked_where_it_runs(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_strict_check_holds_for_the_second_backend_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_moe_oracle.errors import SelfCheckError
-
     config = CONFIG | {"self_check": "strict", "allow_second_layout": True, "objective": "1:1,128:10"}
     refused = pytest.raises(SelfCheckError, match=r"decoder, which was to run beside prefiller, .*self-check")
     with inside(monkeypatch, list(backends()), config, EVIDENCE) as moe, refused:
@@ -307,9 +303,6 @@ def test_where_ranks_join_later_a_backend_has_to_be_named(monkeypatch: pytest.Mo
 
 def test_a_reload_that_one_of_the_turns_fails_on_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel is built and may be captured: it must not go on with the weights from before."""
-    from vllm_moe_oracle.errors import SelfCheckError
-    from vllm_moe_oracle.methods.base import PROCESSED_ATTRIBUTE
-
     prefiller, decoder = Marked("prefiller", 1.0, 1.0), Marked("decoder", 2.0, 1.0, reverses=True)
     layer = Running()
     config = CONFIG | {"allow_second_layout": True, "self_check": "group"}
@@ -317,9 +310,7 @@ def test_a_reload_that_one_of_the_turns_fails_on_is_an_error(monkeypatch: pytest
         method = made(moe, layer)
         assert len(method.decision.token_ranges) == 2
         other = decoder if method.backend.name == "prefiller" else prefiller
-        method.create_weights(layer, EXPERTS, HIDDEN, INNER, torch.bfloat16, weight_loader=loader)
-        fill(layer, seed=1)
-        setattr(layer, PROCESSED_ATTRIBUTE, False)
+        fresh(method, layer)
         load_caches.end_load()
         other.factor = 3.0
         with pytest.raises(SelfCheckError, match=rf"{other.name}, which runs beside .* reloaded weights: .*self-check"):

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from tests.lib.cases import CPU, H200, MXFP8, problem
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.decision import Candidate, Reason, Rejected
-from vllm_moe_oracle.core.problem import Parallel, Scheme
+from vllm_moe_oracle.core.problem import Parallel, Problem, Scheme
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import NoBackendError, SettingError
 from vllm_moe_oracle.methods import backend_selection, base, load_summary, rank_sync
@@ -137,6 +137,17 @@ class Deciding(OracleMoEMethod, Stock):  # type: ignore[misc]
         self.moe = moe_config
         self.decide(moe_config, MXFP8)
 
+    @classmethod
+    def over(cls, layer: Problem, all2all: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """What such a layer gets with this all-to-all."""
+        release = current_adapter()
+        monkeypatch.setattr(release, "problem", lambda *arguments: layer)
+        monkeypatch.setattr(release, "require_original", lambda name: None)
+        monkeypatch.setattr(base, "current_layer", lambda: (torch.nn.Module(), layer.layer))
+        moe = config(lora=layer.lora)
+        moe.moe_parallel_config.all2all_backend = all2all
+        return cls("config", moe)
+
 
 @pytest.mark.parametrize(
     ("all2all", "hidden", "left"),
@@ -153,13 +164,7 @@ def test_a_layer_whose_hidden_size_vllm_rounds_up_stays_stock_vllms(
     monkeypatch.setattr(Stock, "experts_cls", type("MarlinExperts", (), {}), raising=False)
     llm_compressor = Scheme("mxfp4", 4, 32, "compressed-tensors")
     layer = problem(scheme=llm_compressor, hidden_size=hidden, parallel=Parallel(ep=2, dp=2))
-    release = current_adapter()
-    monkeypatch.setattr(release, "problem", lambda *arguments: layer)
-    monkeypatch.setattr(release, "require_original", lambda name: None)
-    monkeypatch.setattr(base, "current_layer", lambda: (torch.nn.Module(), layer.layer))
-    moe = config()
-    moe.moe_parallel_config.all2all_backend = all2all
-    made = Deciding("config", moe)
+    made = Deciding.over(layer, all2all, monkeypatch)
     assert type(made) is (Stock if left else Deciding)
     assert left == (f"left to stock vLLM's Stock; the all-to-all {all2all} does not carry hidden size" in log.text)
 
@@ -170,17 +175,11 @@ def test_an_all_to_all_without_adapters_ends_the_start(
 ) -> None:
     """vLLM's LoRA layer looks at the option alone: there is one data-parallel rank."""
     layer = problem(parallel=Parallel(ep=2), lora=True)
-    release = current_adapter()
-    monkeypatch.setattr(release, "problem", lambda *arguments: layer)
-    monkeypatch.setattr(release, "require_original", lambda name: None)
-    monkeypatch.setattr(base, "current_layer", lambda: (torch.nn.Module(), layer.layer))
-    moe = config(lora=True)
-    moe.moe_parallel_config.all2all_backend = all2all
     if not refused:
-        assert Deciding("config", moe) is not None
+        assert Deciding.over(layer, all2all, monkeypatch) is not None
         return
     with pytest.raises(SettingError, match=r"with the all-to-all allgather_reducescatter alone.*Leave out"):
-        Deciding("config", moe)
+        Deciding.over(layer, all2all, monkeypatch)
 
 
 def test_on_a_cpu_a_layer_without_a_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
