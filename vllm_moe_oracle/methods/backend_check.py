@@ -63,20 +63,20 @@ class CheckOutcome:
 
 _PASSED = CheckOutcome("", True, None)
 
-_CheckKey = tuple[Problem, str]
-_kernel_outcomes: dict[_CheckKey, CheckOutcome] = per_load({})
-"""Outcome of the self-check by problem and backend, for the model that is being loaded."""
+_Kind = tuple[Problem, str]
+"""A problem, without a layer's name, and a backend."""
 
+_kernel_outcomes: dict[_Kind, CheckOutcome] = per_load({})
+"""Outcome of the self-check by kind of layer of the load."""
 
-_convertible: set[_CheckKey] = per_load(set())
-"""Problems and backends of the load whose conversion has told every rank the kernel tensors' shapes."""
+_convertible: set[_Kind] = per_load(set())
+"""Kinds of layers of the load whose conversion has told every rank the kernel tensors' shapes."""
 
-_weight_outcomes: dict[_CheckKey, CheckOutcome] = per_load({})
-"""Outcome of `check_weights` for the last layer by problem and backend of the load."""
+_weight_outcomes: dict[_Kind, CheckOutcome] = per_load({})
+"""Outcome of `check_weights` for the last layer of a kind of the load."""
 
-_converted_outcomes: dict[_CheckKey, CheckOutcome] = per_load({})
-"""Problems and backends of the load of which a layer was checked after its conversion, with all of its experts; all
-passed."""
+_converted_outcomes: dict[_Kind, CheckOutcome] = per_load({})
+"""Kinds of layers of the load of which one was checked after its conversion, with all of its experts; all passed."""
 
 
 class ConvertedLayer(LayerMethod, Protocol):
@@ -92,14 +92,14 @@ class _Pass:
 
     Attributes:
         names: their names, in order.
-        first: the one that was checked first, by problem and backend of the load.
-        last: the one that was checked last, likewise.
+        first: the one that was checked first, by kind.
+        last: the one that was checked last, by kind.
     """
 
     def __init__(self) -> None:
         self.names: dict[str, None] = {}
-        self.first: dict[_CheckKey, weakref.ref[ConvertedLayer]] = {}
-        self.last: dict[_CheckKey, weakref.ref[ConvertedLayer]] = {}
+        self.first: dict[_Kind, weakref.ref[ConvertedLayer]] = {}
+        self.last: dict[_Kind, weakref.ref[ConvertedLayer]] = {}
 
     def clear(self) -> None:
         """Forgets the layers, and what they keep for a second check."""
@@ -113,11 +113,15 @@ class _Pass:
 
 _pass = per_load(_Pass())
 
-_Reloaded = dict[_CheckKey, tuple[LayerMethod, Sequence[Callable[[], InstalledLayer]]]]
+_Reloaded = dict[_Kind, tuple[LayerMethod, Sequence[Callable[[], InstalledLayer]]]]
 _reloaded: _Reloaded = per_load({}, kept_for_reload=True)
 """A layer of each kind whose weights were reloaded beside the tensors that its kernel reads, and what makes the checks
 of it as it serves. vLLM copies a layer's weights after its conversion, and calls nothing then: the end of the reload is
 the first place to check it."""
+
+
+def _kind(method: LayerMethod) -> _Kind:
+    return method.decision.problem.key(), method.backend.name
 
 
 def reserve_or_fallback(method: LayerMethod, reserve: Callable[[], None]) -> None:
@@ -146,14 +150,13 @@ def reserve_or_fallback(method: LayerMethod, reserve: Callable[[], None]) -> Non
         return ""
 
     while True:
-        problem, name = method.decision.problem, method.backend.name
-        key = (problem.key(), name)
-        if key in _convertible:  # all ranks agreed on this kind of layer
+        problem, name, kind = method.decision.problem, method.backend.name, _kind(method)
+        if kind in _convertible:  # all ranks agreed on this kind of layer
             reserve()
             return
         outcome = _combine_ranks(method, f"the buffers of {problem.layer} for {name}", failure)
         if outcome.passed:
-            _convertible.add(key)
+            _convertible.add(kind)
             return
         words = f"{name} cannot convert {problem}: {outcome.message}"
         if is_binding(method) or outcome.alternative is None:
@@ -236,7 +239,7 @@ def check_weights(method: LayerMethod, raw: Tensors) -> CheckOutcome:
         return ""
 
     outcome = _agree(method, _weight_outcomes, lambda layer: f"the weights of {layer} in {backend.name}", first_failure)
-    _weight_outcomes[problem.key(), backend.name] = outcome
+    _weight_outcomes[_kind(method)] = outcome
     return outcome
 
 
@@ -249,15 +252,14 @@ def check_kernel(method: LayerMethod, raw: Tensors) -> CheckOutcome:
         method: the layer's method; not changed.
         raw: see `check_or_fallback`.
     """
-    problem, name = method.decision.problem, method.backend.name
-    key = (problem.key(), name)
-    if method.settings.self_check == "all" or key not in _kernel_outcomes:
+    layer, name, kind = method.decision.problem.layer, method.backend.name, _kind(method)
+    if method.settings.self_check == "all" or kind not in _kernel_outcomes:
         # A kernel that ends the process says nothing itself.
         remedy = f"{env_var('disable')}={name} leaves it out"
-        logger.info("moe_oracle: %s: checking %s; if the process ends here, %s", problem.layer, name, remedy)
-        _kernel_outcomes[key] = _check_on_all_ranks(method, raw)
-        logger.info("moe_oracle: %s: self-check of %s: %s", problem.layer, name, _kernel_outcomes[key].message)
-    return _kernel_outcomes[key]
+        logger.info("moe_oracle: %s: checking %s; if the process ends here, %s", layer, name, remedy)
+        _kernel_outcomes[kind] = _check_on_all_ranks(method, raw)
+        logger.info("moe_oracle: %s: self-check of %s: %s", layer, name, _kernel_outcomes[kind].message)
+    return _kernel_outcomes[kind]
 
 
 def parts_to_check(method: LayerMethod) -> WeightParts | None:
@@ -269,7 +271,7 @@ def parts_to_check(method: LayerMethod) -> WeightParts | None:
     problem, mode = method.decision.problem, method.settings.self_check
     if mode == "off" or skip_reason(method.backend, problem):
         return None
-    return WeightParts(problem, every=mode == "all" or (problem.key(), method.backend.name) not in _converted_outcomes)
+    return WeightParts(problem, every=mode == "all" or _kind(method) not in _converted_outcomes)
 
 
 def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer]) -> None:
@@ -285,8 +287,7 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
             weights are gone.
         RankSyncError: another rank could not check.
     """
-    problem, name = method.decision.problem, method.backend.name
-    key = (problem.key(), name)
+    problem, name, kind = method.decision.problem, method.backend.name, _kind(method)
     if problem.layer in _pass.names:
         _pass.clear()
     _pass.names[problem.layer] = None
@@ -298,7 +299,7 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
         method.installed = prepare()
         return method.installed.compare()
 
-    if method.settings.self_check == "all" or key not in _converted_outcomes:
+    if method.settings.self_check == "all" or kind not in _converted_outcomes:
         level, success = logging.INFO, ""
 
         def failure() -> str:
@@ -312,13 +313,13 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
     rule = f"{name} disagrees with the reference after the conversion of {problem}"
     if not message:
         logger.log(level, "moe_oracle: %s: check of %s after the conversion: %s", problem.layer, name, success)
-        message = _check_previous(method, _pass.last.get(key), _pass.first.get(key))
+        message = _check_previous(method, _pass.last.get(kind), _pass.first.get(kind))
         rule = f"{name} disagrees with the reference in a layer that agreed before {problem.layer} was converted"
     if message:
         raise _self_check_error(method, f"{rule}: {message}")
-    _converted_outcomes[key] = _PASSED
-    _pass.last[key] = weakref.ref(method)
-    _pass.first.setdefault(key, _pass.last[key])
+    _converted_outcomes[kind] = _PASSED
+    _pass.last[kind] = weakref.ref(method)
+    _pass.first.setdefault(kind, _pass.last[kind])
 
 
 def check_first_layers() -> None:
@@ -331,21 +332,17 @@ def check_first_layers() -> None:
         SelfCheckError: the layer disagrees with the reference now.
     """
     last = next(reversed(_pass.names), "")
-    for (_, name), each in _pass.first.items():
+    for each in _pass.first.values():
         method = each()
         if method is None or method.installed is None or method.decision.problem.layer == last:
             continue
-        layer = method.decision.problem.layer
-        with rank_sync.notify_on_failure(
-            method.rank_group, f"the check of {name} in {layer} after the last conversion"
-        ):
-            message, success = _failure(method, method.installed.compare_again)
-            if message:
-                rule = (
-                    f"{name} disagrees with the reference in a layer that agreed before {last} was converted: {message}"
-                )
-                raise _self_check_error(method, rule)
-        logger.debug("moe_oracle: %s: check of %s after the last conversion: %s", layer, name, success)
+        when = "after the last conversion"
+        topic = f"the check of {method.backend.name} in {method.decision.problem.layer} {when}"
+        with rank_sync.notify_on_failure(method.rank_group, topic):
+            rule = (
+                f"{method.backend.name} disagrees with the reference in a layer that agreed before {last} was converted"
+            )
+            _require_agreement(method, method.installed.compare_again, when, rule)
 
 
 def check_beside(method: LayerMethod, prepare: Callable[[], InstalledLayer]) -> None:
@@ -359,11 +356,17 @@ def check_beside(method: LayerMethod, prepare: Callable[[], InstalledLayer]) -> 
         SelfCheckError: the backend disagrees with the reference.
     """
     problem, name = method.decision.problem, method.backend.name
-    message, success = _failure(method, functools.partial(_compare, prepare))
+    rule = f"{name}, for some numbers of tokens, disagrees with the reference after the conversion of {problem}"
+    _require_agreement(method, functools.partial(_compare, prepare), "after the conversion", rule)
+
+
+def _require_agreement(method: LayerMethod, compare: Callable[[], Comparison], when: str, rule: str) -> None:
+    """Raises a `SelfCheckError` with the rule where a comparison fails on this rank; logs one that passes."""
+    message, success = _failure(method, compare)
     if message:
-        rule = f"{name}, for some numbers of tokens, disagrees with the reference after the conversion of {problem}"
         raise _self_check_error(method, f"{rule}: {message}")
-    logger.debug("moe_oracle: %s: check of %s after the conversion: %s", problem.layer, name, success)
+    layer, name = method.decision.problem.layer, method.backend.name
+    logger.debug("moe_oracle: %s: check of %s %s: %s", layer, name, when, success)
 
 
 def check_when_copied(method: LayerMethod, prepare: Sequence[Callable[[], InstalledLayer]]) -> None:
@@ -374,7 +377,7 @@ def check_when_copied(method: LayerMethod, prepare: Sequence[Callable[[], Instal
         method: the layer's method.
         prepare: of each backend that runs the layer, what makes inputs and reference.
     """
-    _reloaded[method.decision.problem.key(), method.backend.name] = method, prepare
+    _reloaded[_kind(method)] = method, prepare
 
 
 def check_reloaded() -> None:
@@ -465,7 +468,7 @@ def _check_on_all_ranks(method: LayerMethod, raw: Tensors) -> CheckOutcome:
 
 def _agree(
     method: LayerMethod,
-    agreed: Mapping[_CheckKey, CheckOutcome],
+    agreed: Mapping[_Kind, CheckOutcome],
     topic: Callable[[str], str],
     failure: Callable[[], str],
 ) -> CheckOutcome:
@@ -475,17 +478,17 @@ def _agree(
 
     Args:
         method: the layer's method.
-        agreed: outcomes that the ranks have exchanged, by problem and backend of the load.
+        agreed: outcomes that the ranks have exchanged, by kind of layer of the load.
         topic: names the check, given the words for the layer.
         failure: see `_combine_ranks`.
 
     Raises:
         SelfCheckError: the check fails on this rank alone, which may not take another backend than the others.
     """
-    problem, name = method.decision.problem, method.backend.name
+    problem = method.decision.problem
     if not method.in_own_order:
         return _combine_ranks(method, topic(problem.layer), failure)
-    known = agreed.get((problem.key(), name))
+    known = agreed.get(_kind(method))
     if known is None:
         return _combine_ranks(method, topic(f"a layer of {problem}"), failure)
     if not known.passed:
