@@ -28,12 +28,8 @@ def pack_row_pairs(codes: Tensor) -> Tensor:
     Raises:
         ValueError: N is not a multiple of 32.
     """
-    _require_blocks(codes.shape[0])
+    if remainder := codes.shape[0] % BLOCK_ROWS:
+        raise ValueError(f"{codes.shape[0]} rows are not a multiple of {BLOCK_ROWS} (remainder {remainder})")
     first, second = codes.view(-1, 2, 16, codes.shape[1]).transpose(2, 3).unbind(1)
     pairs = torch.stack(transpose_nibbles(first, second), dim=-1)
     return pairs.reshape(codes.shape)
-
-
-def _require_blocks(rows: int) -> None:
-    if rows % BLOCK_ROWS:
-        raise ValueError(f"{rows} rows are not a multiple of {BLOCK_ROWS} (remainder {rows % BLOCK_ROWS})")

@@ -45,7 +45,9 @@ def permute_marlin_mx_scales(scales: Tensor) -> Tensor:
     Returns:
         `[G, N]`.
     """
-    return _swap_middle(permute_group_scales(scales))
+    ordered = permute_group_scales(scales)
+    quads = _as_bytes(ordered).reshape(*ordered.shape[:-1], -1, 2, 2)
+    return quads.transpose(-1, -2).reshape(ordered.shape).view(ordered.dtype)
 
 
 def permute_bias(bias: Tensor) -> Tensor:
@@ -159,11 +161,6 @@ def pack_ue8m0_scales(scales: Tensor) -> Tensor:
         raise ValueError(f"the scales of {rows} rows are not a multiple of 4 rows")
     padded = torch.nn.functional.pad(scales, (0, -groups % 4))
     return padded.contiguous().view(torch.int32).T.contiguous()
-
-
-def _swap_middle(codes: Tensor) -> Tensor:
-    quads = _as_bytes(codes).reshape(*codes.shape[:-1], -1, 2, 2)
-    return quads.transpose(-1, -2).reshape(codes.shape).view(codes.dtype)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -24,14 +24,10 @@ def shuffle_rows(matrix: Tensor) -> Tensor:
     Raises:
         ValueError: N is not a multiple of 32.
     """
-    return _transpose_blocks(matrix, 8, 4)
-
-
-def _transpose_blocks(matrix: Tensor, outer: int, inner: int) -> Tensor:
     rows = matrix.shape[0]
     if rows % SHUFFLE_ROWS:
         raise ValueError(f"{rows} rows are not a multiple of {SHUFFLE_ROWS}")
-    split = matrix.reshape(rows // SHUFFLE_ROWS, outer, inner, *matrix.shape[1:])
+    split = matrix.reshape(rows // SHUFFLE_ROWS, 8, 4, *matrix.shape[1:])
     return split.transpose(1, 2).reshape(matrix.shape)
 
 
