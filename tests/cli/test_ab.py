@@ -219,25 +219,31 @@ def test_a_plugin_that_runs_nothing_is_not_compared() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (("--turns", "0"), "--turns: 0 is not possible"),
-        (("--seed", "-1"), "--seed: -1 is no seed of NumPy. Give one from 0 to 4294967295"),
-        (("--seed", "4294967296"), "--seed: 4294967296 is no seed of NumPy"),
-        (("--prompts", "0"), "--prompts: '0' is not a list of numbers"),
-        (("--prompts", "1,2"), "--prompts: 2 numbers for a concurrency of 16"),
-        (("--prompts", "1_0"), "--prompts: '1_0' is not a list of numbers"),
-        (("--input-len", "0"), "--input-len: 0 is not possible"),
-        (("--concurrency", "-1"), "--concurrency: '-1' is not a list of numbers"),
-        (("--concurrency", "1,"), "--concurrency: '1,' is not a list of numbers"),
-        (("--concurrency", "4,4"), "--concurrency: 4,4 names a number twice"),
-        (("--concurrency", "9" * 5000), "is not a list of numbers"),
-        (("--output-len", "1"), "--output-len: 1 tokens have no time between them"),
-        (("--start-timeout", "-1"), "--start-timeout: -1 is not possible"),
-        (("--port", "70000"), "--port: 70000 is not a port"),
-        (("--logs", "/dev/null/x"), "the folder cannot be made"),
+        (("model", "--turns", "0"), "--turns: 0 is not possible"),
+        (("model", "--seed", "-1"), "--seed: -1 is no seed of NumPy. Give one from 0 to 4294967295"),
+        (("model", "--seed", "4294967296"), "--seed: 4294967296 is no seed of NumPy"),
+        (("model", "--prompts", "0"), "--prompts: '0' is not a list of numbers"),
+        (("model", "--prompts", "1,2"), "--prompts: 2 numbers for a concurrency of 16"),
+        (("model", "--prompts", "1_0"), "--prompts: '1_0' is not a list of numbers"),
+        (("model", "--input-len", "0"), "--input-len: 0 is not possible"),
+        (("model", "--concurrency", "-1"), "--concurrency: '-1' is not a list of numbers"),
+        (("model", "--concurrency", "1,"), "--concurrency: '1,' is not a list of numbers"),
+        (("model", "--concurrency", "4,4"), "--concurrency: 4,4 names a number twice"),
+        (("model", "--concurrency", "9" * 5000), "is not a list of numbers"),
+        (("model", "--output-len", "1"), "--output-len: 1 tokens have no time between them"),
+        (("model", "--start-timeout", "-1"), "--start-timeout: -1 is not possible"),
+        (("model", "--port", "70000"), "--port: 70000 is not a port"),
+        (("model", "--logs", "/dev/null/x"), "the folder cannot be made"),
+        # What is no model starts no server.
+        (("",), "MODEL: the name is empty. Give a checkpoint's folder"),
+        ((" ", "--turns", "1"), "MODEL: the name is empty"),
+        (("--tp", "x"), "is an option, and the model comes first. Write vLLM's options after it"),
+        (("--max-model-len", "256", "model"), "'--max-model-len' is an option, and the model comes first"),
+        (("./no/such/model",), "./no/such/model: no such file or folder"),
     ],
 )
-def test_unusable_options_end_with_2_and_one_line(line: tuple[str, ...], said: str, run: Run) -> None:
-    result = run("ab", "model", *line)
+def test_unusable_words_end_with_2_and_one_line(line: tuple[str, ...], said: str, run: Run) -> None:
+    result = run("ab", *line)
     assert (result.status, result.out, result.err.count("\n")) == (2, "", 1) and said in result.err
 
 
@@ -465,22 +471,3 @@ def test_with_vllm_itself(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert all(value > 0 for each in result.json["metrics"] for kind in ("stock", "plugin") for value in each[kind])
     for each in (1, 2):
         assert json.loads((tmp_path / f"stock-1-bench-{each}.json").read_text())["completed"] == 4
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (("",), "MODEL: the name is empty. Give a checkpoint's folder"),
-        ((" ", "--turns", "1"), "MODEL: the name is empty"),
-        (("--tp", "x"), "is an option, and the model comes first. Write vLLM's options after it"),
-        (("--max-model-len", "256", "model"), "'--max-model-len' is an option, and the model comes first"),
-    ],
-)
-def test_what_is_no_model_starts_no_server(line: tuple[str, ...], said: str, run: Run) -> None:
-    result = run("ab", *line)
-    assert (result.status, result.out, result.err.count("\n")) == (2, "", 1) and said in result.err
-
-
-def test_a_path_without_a_model_starts_no_server(run: Run) -> None:
-    result = run("ab", "./no/such/model")
-    assert result.status == 2 and "./no/such/model: no such file or folder" in result.err

@@ -201,8 +201,11 @@ except KeyboardInterrupt:
 """
 
 
+Begin = Callable[[str], tuple[subprocess.Popen[str], int]]
+
+
 @pytest.fixture
-def begin() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], int]]]:
+def begin() -> Iterator[Begin]:
     """Starts a process group whose leader waits for a child: the leader, and the child's id."""
     begun = []
 
@@ -229,7 +232,7 @@ def begin() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], int]]]:
 
 
 @pytest.mark.parametrize("whom", ["parent", "group"])
-def test_ctrl_c_ends_both(begin: Callable[[str], tuple[subprocess.Popen[str], int]], whom: str) -> None:
+def test_ctrl_c_ends_both(begin: Begin, whom: str) -> None:
     process, child = begin(ENDS)
     (os.killpg if whom == "group" else os.kill)(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
@@ -260,9 +263,7 @@ open({str(file)!r}, "w").write(str([each.si_code for each in found]))
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 @pytest.mark.parametrize("keep", ["", "child_process.keep(Answer(1))\n"])
-def test_a_signal_that_ends_the_child_ends_the_parent(
-    begin: Callable[[str], tuple[subprocess.Popen[str], int]], number: signal.Signals, keep: str
-) -> None:
+def test_a_signal_that_ends_the_child_ends_the_parent(begin: Begin, number: signal.Signals, keep: str) -> None:
     """After what is known, and what ran; no backend is blamed."""
     indented = WAITS.replace("\n", "\n    ")
     process, child = begin(f"{keep}{IN_A_KERNEL.format(chr(10) + '    ' + indented)}")
@@ -275,9 +276,7 @@ def test_a_signal_that_ends_the_child_ends_the_parent(
     assert process.returncode == -number and has_ended(child)
 
 
-def test_a_signal_ends_the_tool_whose_streams_are_gone(
-    begin: Callable[[str], tuple[subprocess.Popen[str], int]],
-) -> None:
+def test_a_signal_ends_the_tool_whose_streams_are_gone(begin: Begin) -> None:
     process, child = begin(f"child_process.keep(Answer(1))\n{WAITS}")
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
@@ -286,16 +285,14 @@ def test_a_signal_ends_the_tool_whose_streams_are_gone(
     assert process.wait(60) == -signal.SIGTERM and has_ended(child)
 
 
-def test_the_child_ends_with_a_parent_that_is_killed(
-    begin: Callable[[str], tuple[subprocess.Popen[str], int]],
-) -> None:
+def test_the_child_ends_with_a_parent_that_is_killed(begin: Begin) -> None:
     process, child = begin(WAITS)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
     assert has_ended(child)
 
 
-def test_ctrl_c_three_times_kills_what_hangs(begin: Callable[[str], tuple[subprocess.Popen[str], int]]) -> None:
+def test_ctrl_c_three_times_kills_what_hangs(begin: Begin) -> None:
     process, child = begin(HANGS)
     for _ in range(2):
         os.kill(process.pid, signal.SIGINT)

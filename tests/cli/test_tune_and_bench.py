@@ -96,14 +96,8 @@ def test_wrong_input_is_one_line(run: Run, command: str, arguments: tuple[Any, .
     assert words in result.err and result.err.count("\n") == 1
 
 
-def test_tune_refuses_numbers_of_tokens_that_decide_nothing(run: Run) -> None:
-    result = run("tune", GPT_OSS, "--tokens", "8192")
-    assert result.status == 2 and "1, 2, 4, 8, 16 missing" in result.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+LEADS_NOWHERE: dict[str, list[tuple[tuple[Any, ...], str]]] = {
+    "tune": [
         (("--shapes", "--tp", "2"), "--tp: the layers of --shapes have numbers of ranks, formats and dtypes of"),
         (("--shapes", "--dtype", "half"), "--dtype: the layers of --shapes"),
         (("--shapes", "--ep"), "--ep: the layers of --shapes"),
@@ -129,17 +123,10 @@ def test_tune_refuses_numbers_of_tokens_that_decide_nothing(run: Run) -> None:
         (("--import", "b.jsonl", GPT_OSS), "MODEL would change nothing: with --import nothing is measured"),
         (("--import", "b.jsonl", "--shapes", "--tiles", "4"), "--shapes, --tiles would change nothing"),
         (("--import", "b.jsonl", "--profile", "p.json"), "--profile would change nothing"),
+        ((GPT_OSS, "--tokens", "8192"), "1, 2, 4, 8, 16 missing"),
+        ((GPT_OSS, "--profile", GPT_OSS), "is not a profile of measurements"),
     ],
-)
-def test_tune_refuses_options_that_lead_nowhere(run: Run, arguments: tuple[Any, ...], words: str) -> None:
-    result = run("tune", *arguments)
-    assert result.status == 2 and result.out == ""
-    assert words in result.err and result.err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+    "bench": [
         ((GPT_OSS, "--scheme", "mxfp8"), "--scheme: it is for --shape"),
         ((GPT_OSS, "--plot", "times.foo"), "--plot: times.foo: unknown image format. Valid are ."),
         ((GPT_OSS, "--plot", "times"), "--plot: times: unknown image format"),
@@ -147,16 +134,31 @@ def test_tune_refuses_options_that_lead_nowhere(run: Run, arguments: tuple[Any, 
             (GPT_OSS, "--plot", "no/such/folder/times.svg"),
             "times.svg cannot be written: there is no directory no/such/folder",
         ),
+        ((GPT_OSS, "--backend", "marlin"), "there is no backend 'marlin'. "),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "words"),
+    [(command, *each) for command, rows in LEADS_NOWHERE.items() for each in rows],
 )
-def test_bench_refuses_a_drawing_that_cannot_be_made_before_it_measures(
-    run: Run,
-    arguments: tuple[Any, ...],
-    words: str,
+def test_what_leads_nowhere_is_refused_before_anything_is_measured(
+    run: Run, command: str, arguments: tuple[Any, ...], words: str
 ) -> None:
-    pytest.importorskip("matplotlib", reason="the extra plot")
-    result = run("bench", *arguments)
-    assert result.status == 2 and words in result.err and result.err.count("\n") == 1
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib", reason="the extra plot")
+    result = run(command, *arguments)
+    assert result.status == 2 and result.out == ""
+    assert words in result.err and result.err.count("\n") == 1
+
+
+def record(folder: Path, number: int, **changes: Any) -> Path:
+    """A file with the first record of a benchmark, of which a line has other fields."""
+    lines = CHOICES.read_text().splitlines()[:2]
+    lines[number - 1] = json.dumps(json.loads(lines[number - 1]) | changes)
+    (folder / "b.jsonl").write_text("\n".join(lines) + "\n")
+    return folder / "b.jsonl"
 
 
 def test_imports_say_what_was_kept(run: Run, tmp_path: Path) -> None:
@@ -261,10 +263,8 @@ def test_out_of_memory_in_a_benchmark_is_not_imported_as_a_failure(tmp_path: Pat
     ],
 )
 def test_what_is_no_record_is_not_imported(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    head, first = CHOICES.read_text().splitlines()[:2]
-    (tmp_path / "b.jsonl").write_text(f"{head}\n{json.dumps(json.loads(first) | change)}\n")
     with pytest.raises(MeasurementError, match=words):
-        bench_records.read_samples(tmp_path / "b.jsonl")
+        bench_records.read_samples(record(tmp_path, 2, **change))
 
 
 @pytest.mark.parametrize(
@@ -311,8 +311,9 @@ def test_layers_are_named_as_they_are_served(run: Run, command: str, monkeypatch
     found: list[Any] = []
 
     def seen(*arguments: Any) -> Any:
-        found.extend(resolve(*arguments))
-        return found
+        named = resolve(*arguments)
+        found.extend(named)
+        return named
 
     resolve = layer_arguments.resolve_problems
     monkeypatch.setattr(layer_arguments, "resolve_problems", seen)
@@ -324,11 +325,6 @@ def test_layers_are_named_as_they_are_served(run: Run, command: str, monkeypatch
     assert layer_arguments.apply_settings(found[0], load({})).batch_invariant
     result = run(command, "mxfp8:gpt-oss-20b", "--dp", 2)
     assert result.status == 2 and "--dp: 'mxfp8:gpt-oss-20b' names a layer by the ranks that shard it" in result.err
-
-
-def test_bench_refuses_backends_that_there_are_not(run: Run) -> None:
-    result = run("bench", GPT_OSS, "--backend", "marlin")
-    assert result.status == 2 and "there is no backend 'marlin'" in result.err and "marlin_mxfp4" in result.err
 
 
 def pretend_bench(
@@ -443,6 +439,8 @@ def test_bench_says_once_which_kernels_of_others_are_skipped(
     run: Run, asked: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pretend_bench(monkeypatch, 1)
+    refused = run("bench", GPT_OSS, "--peers-folder", "/absent")
+    assert refused.status == 2 and "/absent: is not a folder" in refused.err
     words = [asked, tmp_path] if asked == "--peers-folder" else [asked] if asked else []
     result = run("bench", GPT_OSS, *words, "--jsonl", tmp_path / "b.jsonl")
     assert result.status == 0, result.err
@@ -455,18 +453,6 @@ def test_bench_says_once_which_kernels_of_others_are_skipped(
     assert head["peers"]["timed"] == {} and "QuACK" in {each["name"] for each in head["peers"]["listed"]}
     assert ("is not installed" if asked == "--peers" else f"is not in {tmp_path}") in reason
     assert "--peers" in run("bench", "--help").out
-
-
-def test_bench_refuses_a_folder_of_peers_that_there_is_not(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_bench(monkeypatch, 1)
-    result = run("bench", GPT_OSS, "--peers-folder", "/absent")
-    assert result.status == 2 and "/absent: is not a folder" in result.err
-
-
-def test_tune_refuses_an_invalid_profile(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "p.json").write_text("{}")
-    result = run("tune", GPT_OSS, "--profile", tmp_path / "p.json")
-    assert result.status == 2 and "is not a profile of measurements" in result.err
 
 
 def test_some_backend_runs_every_listed_shape_on_an_h200() -> None:

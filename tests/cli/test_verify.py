@@ -177,11 +177,8 @@ def test_a_wrong_kernel_is_named_with_layer_and_expert(
 def test_a_wrong_kernel_is_found_where_the_files_hold_zeros(
     run: cli.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    def zero(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{name}.weight"].zero_()
-
     small = write_checkpoint(tmp_path / "model", size=Size(layers=1, experts=4, top_k=2))
-    folder = rewrite_tensors(small, tmp_path / "zeros", zero)
+    folder = rewrite_tensors(small, tmp_path / "zeros", fill(f"{name}.weight", 0))
     use(monkeypatch, faulty_backends.Faulty("swapped", faulty_backends.swap_halves))
     found = run("verify", folder)
     assert found.status == 1 and "are wrong by themselves" in found.err and "of 32 tokens: " in found.out
@@ -190,24 +187,30 @@ def test_a_wrong_kernel_is_found_where_the_files_hold_zeros(
 # --- Damaged checkpoints ----------------------------------------------------------------------------------------------
 
 EXPERT = "model.layers.1.mlp.experts.4"
+Edit = Callable[[dict[str, Tensor]], object]
 
 
-def drop(tensors: dict[str, Tensor]) -> None:
-    del tensors[f"{EXPERT}.up_proj.weight_scale"]
+def fill(name: str, value: float, place: Any = ..., *, bits: bool = False) -> Edit:
+    """Writes a number into a tensor, or a code."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        (tensors[name].view(torch.uint8) if bits else tensors[name])[place] = value
+
+    return edit
 
 
-def drop_first(tensors: dict[str, Tensor]) -> None:
-    del tensors[f"{NAMES[0]}.0.gate_proj.weight"]
+def drop(name: str) -> Edit:
+    return lambda tensors: tensors.pop(name)
 
 
-def another_dtype(tensors: dict[str, Tensor]) -> None:
-    tensors[f"{EXPERT}.down_proj.weight"] = tensors[f"{EXPERT}.down_proj.weight"].to(torch.bfloat16)
+def replace(name: str, make: Callable[[Tensor], Tensor]) -> Edit:
+    return lambda tensors: tensors.update({name: make(tensors[name])})
 
 
-def another_shape(tensors: dict[str, Tensor]) -> None:
-    tensors[f"{EXPERT}.gate_proj.weight"] = (
-        tensors[f"{EXPERT}.gate_proj.weight"].view(torch.uint8)[:-1].clone().view(torch.float8_e4m3fn)
-    )
+NAN = {
+    "attention": fill("model.layers.0.self_attn.q_proj.weight", torch.nan),
+    "embedding": fill("model.embed_tokens.weight", torch.nan, (3, 5)),
+}
 
 
 def other_names(tensors: dict[str, Tensor]) -> None:
@@ -218,14 +221,26 @@ def other_names(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("edit", "words", "status"),
     [
-        (drop, f"{EXPERT}.up_proj.weight_scale: the tensor is missing", 1),
-        (drop_first, f"{NAMES[0]}.0.gate_proj.weight: the tensor is missing", 1),
         (
-            another_dtype,
+            drop(f"{EXPERT}.up_proj.weight_scale"),
+            f"{EXPERT}.up_proj.weight_scale: the tensor is missing",
+            1,
+        ),
+        (
+            drop(f"{NAMES[0]}.0.gate_proj.weight"),
+            f"{NAMES[0]}.0.gate_proj.weight: the tensor is missing",
+            1,
+        ),
+        (
+            replace(f"{EXPERT}.down_proj.weight", lambda stored: stored.to(torch.bfloat16)),
             "down_proj.weight (model.safetensors): the checkpoint stores it as bfloat16, mxfp8 as float8_e4m3fn",
             1,
         ),
-        (another_shape, "gate_proj.weight (model.safetensors): it has shape [63, 128], expected [64, 128]", 1),
+        (
+            replace(f"{EXPERT}.gate_proj.weight", lambda stored: stored[:-1].clone()),
+            "gate_proj.weight (model.safetensors): it has shape [63, 128], expected [64, 128]",
+            1,
+        ),
         (other_names, "none of the names that its first expert may have is in the files", 2),
     ],
     ids=["missing", "first", "dtype", "shape", "names"],
@@ -238,31 +253,27 @@ def test_an_unreadable_checkpoint_is_refused_before_anything_is_computed(
     assert len(found.err.splitlines()) == 1
 
 
-def nan_scale(tensors: dict[str, Tensor]) -> None:
-    tensors[f"{EXPERT}.up_proj.weight_scale"][3, 1] = 255
-
-
-def nan_code(tensors: dict[str, Tensor]) -> None:
-    tensors[f"{EXPERT}.down_proj.weight"].view(torch.uint8)[7, 9] = 0x7F
-
-
-def nan_codes(tensors: dict[str, Tensor]) -> None:
-    """Of the byte that fills a parameter before it is loaded."""
-    tensors[f"{EXPERT}.gate_proj.weight"].view(torch.uint8).fill_(0x7F)
-
-
-def huge(tensors: dict[str, Tensor]) -> None:
-    tensors[f"{EXPERT}.gate_proj.weight_scale"][:] = 250
-
-
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (nan_scale, "1 of 256 scales in {up_proj.weight_scale} are NaN (e8m0 code 255); the first is code 255"),
-        (nan_code, "codes in {down_proj.weight} are NaN (e4m3 codes 127 and 255); the first is code 127"),
-        (nan_codes, "codes in {gate_proj.weight} are NaN (e4m3 codes 127 and 255); the first is code 127"),
-        (huge, "{gate_proj.weight}: the weight of expert 4 in row 0, input feature 0 is"),
+        (
+            fill(f"{EXPERT}.up_proj.weight_scale", 255, (3, 1)),
+            "1 of 256 scales in {up_proj.weight_scale} are NaN (e8m0 code 255); the first is code 255",
+        ),
+        (
+            fill(f"{EXPERT}.down_proj.weight", 0x7F, (7, 9), bits=True),
+            "codes in {down_proj.weight} are NaN (e4m3 codes 127 and 255); the first is code 127",
+        ),
+        (  # of the byte that fills a parameter before it is loaded
+            fill(f"{EXPERT}.gate_proj.weight", 0x7F, bits=True),
+            "codes in {gate_proj.weight} are NaN (e4m3 codes 127 and 255); the first is code 127",
+        ),
+        (
+            fill(f"{EXPERT}.gate_proj.weight_scale", 250),
+            "{gate_proj.weight}: the weight of expert 4 in row 0, input feature 0 is",
+        ),
     ],
+    ids=["a scale", "a code", "all codes", "huge"],
 )
 def test_damaged_values_are_named_and_the_other_layers_are_compared(
     run: cli.Run, model: Path, tmp_path: Path, edit: Any, words: str
@@ -298,11 +309,8 @@ def test_a_damaged_scale_of_integers_is_named(
 
 def test_a_damaged_tensor_of_all_experts_is_named(run: cli.Run, plain: Path, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj_scales"
-
-    def edit(tensors: dict[str, Tensor]) -> None:
-        tensors[name][3, 5, 1] = 255
-
-    folder = rewrite_tensors(FORMATS["gpt-oss"](plain, tmp_path / "model"), tmp_path / "damaged", edit)
+    whole = FORMATS["gpt-oss"](plain, tmp_path / "model")
+    folder = rewrite_tensors(whole, tmp_path / "damaged", fill(name, 255, (3, 5, 1)))
     (layer,) = run("verify", folder, "--json").json["layers"]
     assert re.match(rf"expert 3: 1 of \d+ scales in {name} \(model.safetensors\) are NaN .* \[5, 1\]", layer["fault"])
 
@@ -310,7 +318,7 @@ def test_a_damaged_tensor_of_all_experts_is_named(run: cli.Run, plain: Path, tmp
 def test_a_missing_tensor_of_all_experts_is_named(run: cli.Run, plain: Path, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.down_proj_blocks"
     whole = FORMATS["gpt-oss"](plain, tmp_path / "model")
-    found = run("verify", rewrite_tensors(whole, tmp_path / "damaged", lambda tensors: tensors.pop(name)))
+    found = run("verify", rewrite_tensors(whole, tmp_path / "damaged", drop(name)))
     assert found.status == 1 and f"{name}: the tensor is missing" in found.err
 
 
@@ -319,21 +327,13 @@ def drop_an_expert(tensors: dict[str, Tensor]) -> None:
         del tensors[name]
 
 
-def nan_embedding(tensors: dict[str, Tensor]) -> None:
-    tensors["model.embed_tokens.weight"][3, 5] = torch.nan
-
-
-def nan_attention(tensors: dict[str, Tensor]) -> None:
-    tensors["model.layers.0.self_attn.q_proj.weight"][:] = torch.nan
-
-
 def test_what_is_not_read_is_said(run: cli.Run, model: Path, tmp_path: Path) -> None:
-    found = run("verify", rewrite_tensors(model, tmp_path / "damaged", nan_attention))
+    found = run("verify", rewrite_tensors(model, tmp_path / "damaged", NAN["attention"]))
     said = " ".join(found.out.split())
     assert found.status == 0 and "not read: attention, " in said and "compare the files' checksums" in said
 
 
-@pytest.mark.parametrize("edit", [drop_an_expert, nan_embedding])
+@pytest.mark.parametrize("edit", [drop_an_expert, NAN["embedding"]], ids=["an expert", "the embedding"])
 def test_damage_of_a_whole_checkpoint_is_no_unusable_input(
     run: cli.Run, model: Path, tmp_path: Path, edit: Any
 ) -> None:
