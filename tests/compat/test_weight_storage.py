@@ -151,26 +151,17 @@ def test_room_for_a_refused_backend_leaves_no_gaps_for_the_next_one(experts: int
     assert torch.equal(layer.w13_weight, filled["w13"]) and torch.equal(layer.w13_weight_scale, filled["w13_scale"])
 
 
-def test_loading_into_converted_storage_is_an_error() -> None:
-    layer = make_layer()
-    weight_storage.forbid_loading(
-        layer.w13_weight, "model.layers.0.mlp.experts", lambda expert: {0: 0, 2: 1}.get(expert, -1)
-    )
-    load = layer.w13_weight.weight_loader
-    for arguments in ((), ("w13_weight", "w1", 0), ("w13_weight", "w3", 2, True), ("w13_weight", None)):
-        with pytest.raises(
-            LifecycleError, match=r"model\.layers\.0\.mlp\.experts: checkpoint weights were loaded into"
-        ):
-            load(layer.w13_weight, torch.zeros(1), *arguments)
-
-
-def test_other_ranks_experts_are_not_loaded_into_converted_storage() -> None:
+def test_loading_into_converted_storage_is_an_error_but_of_other_ranks_experts() -> None:
     layer = make_layer()
     before = layer.w13_weight.clone()
     weight_storage.forbid_loading(
         layer.w13_weight, "model.layers.0.mlp.experts", lambda expert: {0: 0, 2: 1}.get(expert, -1)
     )
     load = layer.w13_weight.weight_loader
+    rule = r"model\.layers\.0\.mlp\.experts: checkpoint weights were loaded into"
+    for arguments in ((), ("w13_weight", "w1", 0), ("w13_weight", "w3", 2, True), ("w13_weight", None)):
+        with pytest.raises(LifecycleError, match=rule):
+            load(layer.w13_weight, torch.zeros(1), *arguments)
     assert load(layer.w13_weight, torch.ones(1), "w13_weight", "w1", 1) is None
     assert load(layer.w13_weight, torch.ones(1), "w13_weight", "w1", expert_id=3, return_success=True) is False
     assert torch.equal(layer.w13_weight, before)
@@ -186,6 +177,19 @@ def test_peak_memory_is_one_expert_however_many_there_are(experts: int) -> None:
     assert peak.peak <= 2 * rows * columns
 
 
+def converted(filled: Tensor, convert: Convert, planned: bool = True) -> Tensor:
+    """What becomes of a layer's only parameter, for whose conversion room was planned or not."""
+    layer = nn.Module()
+    layer.w13_weight = nn.Parameter(filled.clone(), requires_grad=False)
+    if planned:
+        specs = weight_storage.converted_specs(convert, {"w13": filled})
+        weight_storage.reserve_expert_buffers(layer.w13_weight, specs["w13"])
+        layer.w13_weight.data.copy_(filled)
+    weight_storage.convert_in_place(layer, {"w13": "w13_weight"}, convert)
+    found: Tensor = layer.w13_weight
+    return found
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     experts=st.integers(1, 5),
@@ -198,20 +202,14 @@ def test_peak_memory_is_one_expert_however_many_there_are(experts: int) -> None:
 def test_any_growth_keeps_every_value(
     experts: int, rows: int, columns: int, more_rows: int, more_columns: int, dtype: torch.dtype
 ) -> None:
-    layer = nn.Module()
     filled = torch.randint(0, 100, (experts, rows, columns), dtype=torch.uint8)
-    layer.w13_weight = nn.Parameter(filled.clone(), requires_grad=False)
 
     def convert(expert: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"w13": nn.functional.pad(expert["w13"].to(dtype), (0, more_columns, 0, more_rows))}
 
-    weight_storage.reserve_expert_buffers(
-        layer.w13_weight, weight_storage.converted_specs(convert, {"w13": filled})["w13"]
-    )
-    layer.w13_weight.data.copy_(filled)
-    weight_storage.convert_in_place(layer, {"w13": "w13_weight"}, convert)
-    assert torch.equal(layer.w13_weight[:, :rows, :columns].to(torch.uint8), filled)
-    assert int(layer.w13_weight.sum()) == int(filled.sum(dtype=torch.int64))
+    found = converted(filled, convert)
+    assert torch.equal(found[:, :rows, :columns].to(torch.uint8), filled)
+    assert int(found.sum()) == int(filled.sum(dtype=torch.int64))
 
 
 def test_tensors_that_kernels_hold_are_part_of_the_layer_once() -> None:
@@ -224,20 +222,9 @@ def test_tensors_that_kernels_hold_are_part_of_the_layer_once() -> None:
 
 @pytest.mark.parametrize("planned", [True, False])
 def test_a_smaller_layout_of_wider_numbers_is_aligned(planned: bool) -> None:
-    layer = nn.Module()
     filled = torch.randint(0, 100, (3, 7, 3), dtype=torch.uint8)  # 21 bytes an expert: no multiple of 2
-    layer.w13_weight = nn.Parameter(filled.clone(), requires_grad=False)
-
-    def convert(expert: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"w13": expert["w13"].sum(-1, dtype=torch.int16)}
-
-    if planned:
-        weight_storage.reserve_expert_buffers(
-            layer.w13_weight, weight_storage.converted_specs(convert, {"w13": filled})["w13"]
-        )
-        layer.w13_weight.data.copy_(filled)
-    weight_storage.convert_in_place(layer, {"w13": "w13_weight"}, convert)
-    assert torch.equal(layer.w13_weight, filled.sum(-1, dtype=torch.int16))
+    found = converted(filled, lambda expert: {"w13": expert["w13"].sum(-1, dtype=torch.int16)}, planned)
+    assert torch.equal(found, filled.sum(-1, dtype=torch.int16))
 
 
 def test_names_that_a_conversion_removes_stay_for_other_ranks_experts() -> None:

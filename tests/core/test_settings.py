@@ -158,27 +158,40 @@ def test_empty_variable_counts_as_unset(name: str, text: str) -> None:
             load({}, None, {name: text})
 
 
-def test_an_unknown_variable_is_an_error_also_when_it_is_empty() -> None:
-    with pytest.raises(SettingError, match="Did you mean MOE_ORACLE_BACKEND"):
-        load({"MOE_ORACLE_BACKNED": ""})
-
-
 # --- Unknown names ---------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_variable_is_an_error_with_a_guess_and_the_valid_ones() -> None:
-    with pytest.raises(SettingError) as caught:
-        load({"MOE_ORACLE_BACKENDS": "emulation"})
-    text = str(caught.value)
-    assert "unknown setting 'MOE_ORACLE_BACKENDS'" in text and "Did you mean MOE_ORACLE_BACKEND?" in text
-    assert all(env_var(name) in text for name in FIELDS)
+@pytest.mark.parametrize(
+    ("sources", "words"),
+    [
+        (({"MOE_ORACLE_BACKENDS": "x"},), "unknown setting 'MOE_ORACLE_BACKENDS'. Did you mean MOE_ORACLE_BACKEND?"),
+        (({"MOE_ORACLE_BACKNED": ""},), "Did you mean MOE_ORACLE_BACKEND?"),  # also when it is empty
+        (({}, {"moe_oracle": {"bakend": "x"}}), "unknown setting 'bakend'. Did you mean backend?"),
+        (({}, None, {"bakend": "x"}), "unknown setting 'bakend'. Did you mean backend?"),
+        (({}, {"moe_oracle": {"sources": {}}}), "unknown setting 'sources'"),
+    ],
+)
+def test_an_unknown_name_is_an_error_with_a_guess_and_the_valid_ones(sources: Any, words: str) -> None:
+    with pytest.raises(SettingError, match=re.escape(words)) as caught:
+        load(*sources)
+    valid = map(env_var, FIELDS) if sources[0] else FIELDS
+    assert all(name in str(caught.value) for name in valid)
 
 
-def test_an_unknown_key_is_an_error_with_a_guess_and_the_valid_ones() -> None:
-    for load_it in (lambda: load({}, {"moe_oracle": {"bakend": "x"}}), lambda: load({}, None, {"bakend": "x"})):
-        with pytest.raises(SettingError, match=r"unknown setting 'bakend'\. Did you mean backend\?") as caught:
-            load_it()
-        assert all(name in str(caught.value) for name in FIELDS)
+@pytest.mark.parametrize(
+    ("sources", "words"),
+    [
+        *(
+            (({}, {"moe_oracle": section}), r"is not a JSON object.*Write")
+            for section in (5, "backend=emulation", ["backend"], None, True)
+        ),
+        # Even if a later source replaces it.
+        (({"MOE_ORACLE_STRICT": "perhaps"}, None, {"strict": "1"}), "MOE_ORACLE_STRICT"),
+    ],
+)
+def test_what_no_source_may_hold_is_an_error(sources: Any, words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        load(*sources)
 
 
 def test_a_dissimilar_name_gets_no_suggestion() -> None:
@@ -189,19 +202,8 @@ def test_a_dissimilar_name_gets_no_suggestion() -> None:
         load({}, {"moe_oracle": {7: 1}})
 
 
-def test_the_source_is_not_a_setting() -> None:
-    with pytest.raises(SettingError, match="unknown setting 'sources'"):
-        load({}, {"moe_oracle": {"sources": {}}})
-
-
 def test_variables_of_others_are_left_alone() -> None:
     assert load({"VLLM_MOE_ORACLE": "x", "ORACLE_HOME": "y", "MOE_ORACLEX": "z"}) == Settings()
-
-
-@pytest.mark.parametrize("section", [5, "backend=emulation", ["backend"], None, True])
-def test_a_section_must_be_an_object(section: object) -> None:
-    with pytest.raises(SettingError, match=r"is not a JSON object.*Write"):
-        load({}, {"moe_oracle": section})
 
 
 @pytest.mark.parametrize("config", [None, {}, {"other_plugin": {"backend": "x"}}, object()])
@@ -239,11 +241,6 @@ def test_precedence_is_command_line_then_config_then_environment() -> None:
     assert chosen.source("disable") == "--additional-config moe_oracle.disable"
     assert chosen.source("report") == "environment variable MOE_ORACLE_REPORT"
     assert chosen.source("strict") == "default"
-
-
-def test_a_bad_value_is_an_error_even_if_a_later_source_replaces_it() -> None:
-    with pytest.raises(SettingError, match="MOE_ORACLE_STRICT"):
-        load({"MOE_ORACLE_STRICT": "perhaps"}, None, {"strict": "1"})
 
 
 def test_settings_compare_by_value_and_not_by_source() -> None:

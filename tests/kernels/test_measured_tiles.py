@@ -19,7 +19,8 @@ from tests.lib.cases import H200, problem
 
 pytest.importorskip("vllm", reason="what is measured runs through vLLM's modular kernel")
 
-from tests.lib.fake_backends import HERE, LAYERS, TOKEN_COUNTS, Slowed, backends, chosen, plan, ready, store  # noqa: F401
+from tests.lib import fake_backends
+from tests.lib.fake_backends import HERE, LAYERS, TOKEN_COUNTS, Slowed, chosen, plan
 from tests.lib.tiers import sampled
 from vllm_moe_oracle.backends import _hopper
 from vllm_moe_oracle.backends.hopper_mxfp4 import HopperMxfp4
@@ -41,6 +42,9 @@ from vllm_moe_oracle.oracle.selection import decide
 
 OTHER = LaunchConfig(TileConfig(16, 64, 128, num_stages=3), TileConfig(16, 64, 128, num_stages=3))
 TILE = json.dumps(OTHER.to_json(), sort_keys=True)
+
+backends, store = fake_backends.backends, fake_backends.store
+"""Fixtures."""
 
 
 @pytest.fixture(autouse=True)
@@ -100,10 +104,7 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> Tiled:
 
 
 def test_the_fastest_right_configuration_is_a_backends_time(
-    tiled: Tiled,
-    backends: Callable[..., None],  # noqa: F811
-    store: Store,  # noqa: F811
-    tmp_path: Path,
+    tiled: Tiled, backends: Callable[..., None], store: Store, tmp_path: Path
 ) -> None:
     backends(tiled, Slowed("other", 2.0))
     layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
@@ -141,21 +142,14 @@ def test_the_fastest_right_configuration_is_a_backends_time(
 
 
 def test_zero_tiles_times_only_the_own_choice(
-    tiled: Tiled,
-    backends: Callable[..., None],  # noqa: F811
-    store: Store,  # noqa: F811
-    tmp_path: Path,
+    tiled: Tiled, backends: Callable[..., None], store: Store, tmp_path: Path
 ) -> None:
     backends(tiled)
     (outcome,) = tuning.tune([LAYERS["mxfp8"]], HERE, chosen(tmp_path), store, plan()).values()
     assert {each.tile for each in outcome.samples} == {""}
 
 
-def test_a_benchmark_may_time_other_tiles(
-    tiled: Tiled,
-    backends: Callable[..., None],  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_a_benchmark_may_time_other_tiles(tiled: Tiled, backends: Callable[..., None], tmp_path: Path) -> None:
     backends(tiled, Slowed("other", 2.0))
     for tiles, expected in ((0, {}), (4, {"tiled": "quick"})):
         options = benchmarks.BenchOptions((16,), replays=3, stock=(), tiles=tiles)
