@@ -45,6 +45,16 @@ def sanitize(text: str) -> str:
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())
 
 
+def short_repr(value: object) -> str:
+    """A value for a message, shortened if it is long."""
+    return shortened(repr(value), 60)
+
+
+def shortened(text: str, most: int = 160) -> str:
+    """Words from a file for a message, shortened if they are long."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def exit_words(status: int) -> str:
     """How a process ended: ``status 3``, or ``signal SIGKILL`` for a negative one; real-time signals have no name."""
     if status >= 0:

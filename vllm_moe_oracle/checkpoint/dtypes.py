@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..core.problem import Device, Problem
-from ..errors import CheckpointError, NoBackendError, SettingError, did_you_mean
-from ..quantization.fields import short_repr
+from ..errors import CheckpointError, NoBackendError, SettingError, did_you_mean, short_repr
 from ..settings import AUTO
 from .files import CheckpointFiles
 

@@ -13,8 +13,7 @@ import msgspec
 
 from ..core.problem import Problem
 from ..decision_records import ServerRecord
-from ..errors import MeasurementError
-from ..quantization.fields import short_repr
+from ..errors import MeasurementError, short_repr
 from ..settings import env_var
 from ..untrusted import boundary, complete_lines, parse_json
 from .moe_layers import MoeLayers

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..errors import DamagedCheckpointError
-from ..quantization.fields import shortened
+from ..errors import DamagedCheckpointError, shortened
 from .files import CheckpointFiles
 from .layer_names import ExpertLayer, compact_layer_names, index_ranges
 from .model_fields import NUM_EXPERTS_FIELDS

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, LeftToStockError
+from ..errors import CheckpointError, LeftToStockError, short_repr
 from ..quantization import has_expert_biases
-from ..quantization.fields import short_repr
 from ..untrusted import boundary, exists, parse_json, read_file
 from . import mistral_params
 from .hub_cache import cached_snapshot, is_hub_name

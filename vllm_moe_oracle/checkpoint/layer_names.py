@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core.problem import Scheme
-from ..errors import CheckpointError, LeftToStockError
-from ..quantization.fields import short_repr
+from ..errors import CheckpointError, LeftToStockError, short_repr
 from ..quantization.types import (
     GATED_PROJECTIONS,
     NUMBERED_PROJECTION_MODELS,

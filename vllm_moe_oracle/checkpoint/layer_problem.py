@@ -9,8 +9,8 @@ from dataclasses import replace
 from ..core import activations
 from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Activation, Problem, Routing, Scheme, are_groups_ignored
 from ..core.sharding import pads_experts, shard_by_blocks, shard_by_scale_groups
-from ..errors import CheckpointError, DeploymentError
-from ..quantization.fields import read_boolean, read_string, short_repr, shortened
+from ..errors import CheckpointError, DeploymentError, short_repr, shortened
+from ..quantization.fields import read_boolean, read_string
 from ..quantization.gpt_oss import reject_compressed_tensors
 from ..releases.expert_names import min_expert_width
 from .files import CheckpointFiles

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import CheckpointError
-from ..quantization.fields import short_repr
+from ..errors import CheckpointError, short_repr
 
 FILE_NAME = "params.json"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..errors import CheckpointError
-from ..quantization.fields import short_repr
+from ..errors import CheckpointError, short_repr
 from .files import CheckpointFiles
 
 NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")

@@ -6,7 +6,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Problem, Scheme
-from ..errors import CheckpointError, DamagedCheckpointError, DeploymentError, LeftToStockError, did_you_mean
+from ..errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    DeploymentError,
+    LeftToStockError,
+    did_you_mean,
+    short_repr,
+)
 from ..quantization import (
     METHOD_ALIASES,
     ONLINE_SCHEMES,
@@ -19,7 +26,6 @@ from ..quantization import (
     vllm_method_name,
     with_moe_wna16_packing,
 )
-from ..quantization.fields import short_repr
 from ..quantization.types import ExpertFormat, FormatLookup, LayerNames, UnsupportedFormat, describe_format
 from ..releases import min_versions
 from ..releases.all2all import effective_all2all

@@ -19,8 +19,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from ..errors import CheckpointError, DamagedCheckpointError
-from ..quantization.fields import short_repr
+from ..errors import CheckpointError, DamagedCheckpointError, short_repr
 from ..untrusted import boundary, check_values, exists, read_file
 
 MAX_HEADER_BYTES = 32 << 20

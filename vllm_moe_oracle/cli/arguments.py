@@ -11,9 +11,8 @@ import typer
 
 from ..checkpoint.dtypes import DTYPE_OPTIONS
 from ..core.decimals import WHAT_IS_READ, parse_decimal
-from ..errors import MeasurementError, SettingError
+from ..errors import MeasurementError, SettingError, short_repr
 from ..measurements import profile
-from ..quantization.fields import short_repr
 from ..settings import Settings, load
 from ..untrusted import parse_json
 from . import completion

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from ..errors import FieldError
+from ..errors import FieldError, short_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def check_fields(case: Any, where: str = "") -> None:
         name, _, values, least, parts = checks.rules[index]
         value = found[index]
         if values and value not in values:
-            raise FieldError(f"{name} is {_short(value)}", f"Valid are {', '.join(values)}", where)
+            raise FieldError(f"{name} is {short_repr(value)}", f"Valid are {', '.join(values)}", where)
         if least is not None and value < least:
             raise FieldError(f"{name} is {value}; it must be at least {least}", where=where)
         if parts:
@@ -136,7 +136,7 @@ def check_value(name: str, value: object, kinds: tuple[type, ...], where: str = 
     """
     if type(value) not in kinds and (isinstance(value, bool) or not isinstance(value, kinds)):
         wanted = " or ".join("None" if each is types.NoneType else each.__name__ for each in kinds)
-        raise FieldError(f"{name} is {_short(value)}; it must be {wanted}", where=where)
+        raise FieldError(f"{name} is {short_repr(value)}; it must be {wanted}", where=where)
 
 
 def _check_parts(name: str, value: Any, parts: tuple[type, ...], where: str) -> None:
@@ -144,9 +144,4 @@ def _check_parts(name: str, value: Any, parts: tuple[type, ...], where: str) -> 
     for item in items:
         for each, kind in zip(item, parts, strict=True):
             if not isinstance(each, kind):
-                raise FieldError(f"{name} has {_short(each)}; it must be {kind.__name__}", where=where)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+                raise FieldError(f"{name} has {short_repr(each)}; it must be {kind.__name__}", where=where)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import translate
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, short_repr
 from ..untrusted import describe
 
 MAX_LENGTH = 20_000
@@ -100,7 +100,8 @@ class MatchBudget:
 
     def spent(self, pattern: str) -> CheckpointError:
         """The error of an expression for which no time is left."""
-        rule = f"its expressions take more than {self._seconds} s to match names of layers, so far to {short(pattern)}"
+        rule = f"its expressions take more than {self._seconds} s to match names of layers"
+        rule += f", so far to {short_repr(pattern)}"
         return CheckpointError(rule, "Write fewer of them, without nested repeats, or list the names", self.where)
 
 
@@ -337,7 +338,7 @@ class WildcardPattern:
 
 def _check_length(pattern: str, most: int, where: str) -> None:
     if len(pattern) > most:
-        rule = f"{short(pattern)} has {len(pattern)} characters, more than {most}"
+        rule = f"{short_repr(pattern)} has {len(pattern)} characters, more than {most}"
         raise CheckpointError(rule, "List the names of modules instead", where)
 
 
@@ -349,13 +350,13 @@ def _compile(pattern: str, budget: MatchBudget) -> Any:
     # Counts side by side multiply as if they were nested: an upper bound. A count of ten digits exceeds the limit.
     repeats = math.prod(max(int(count[:10] or 1) for count in counts) or 1 for counts in _REPEAT_COUNT.findall(pattern))
     if repeats > MAX_REPEATS:
-        rule = f"{short(pattern)} repeats a part more than {MAX_REPEATS} times (the product of its repeat counts)"
+        rule = f"{short_repr(pattern)} repeats a part more than {MAX_REPEATS} times (the product of its repeat counts)"
         raise CheckpointError(rule, "Write it without counted repeats, or list the names", where)
     if _RECURSION.search(pattern):
-        rule = f"{short(pattern)} calls itself or one of its groups, which takes unbounded memory"
+        rule = f"{short_repr(pattern)} calls itself or one of its groups, which takes unbounded memory"
         raise CheckpointError(rule, "Write it without (?R), (?1) and (?&name), or list the names", where)
     if _VERSION_1.search(pattern):
-        rule = f"{short(pattern)} has the flag V1, with which sets of characters take unbounded time to compile"
+        rule = f"{short_repr(pattern)} has the flag V1, with which sets of characters take unbounded time to compile"
         raise CheckpointError(rule, "Write it without (?V1), or list the names", where)
     import regex  # type: ignore[import-untyped, unused-ignore]  # types come with another package
 
@@ -365,10 +366,5 @@ def _compile(pattern: str, budget: MatchBudget) -> Any:
         return regex.compile(pattern)
     except Exception as error:  # foreign text: what it raises is not listed
         raise InvalidPatternError(
-            f"{short(pattern)} is not a regular expression: {describe(error)}", where=where
+            f"{short_repr(pattern)} is not a regular expression: {describe(error)}", where=where
         ) from error
-
-
-def short(pattern: str) -> str:
-    """An expression for a message."""
-    return repr(pattern if len(pattern) <= 60 else f"{pattern[:57]}...")

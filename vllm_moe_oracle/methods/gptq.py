@@ -15,8 +15,8 @@ from vllm.scalar_type import scalar_types
 
 from ..compat import current_adapter, weight_storage
 from ..core.problem import Scheme
-from ..errors import CheckpointError
-from ..quantization.fields import flatten_names, short_repr
+from ..errors import CheckpointError, short_repr
+from ..quantization.fields import flatten_names
 from ..quantization.gptq import gptq_scheme
 from ..releases import min_versions
 from .wna16 import ConfigWna16MoEMethod, Wna16ConfigMixin, Wna16MoEMethod

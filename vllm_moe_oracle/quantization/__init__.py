@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..core.problem import MX_BLOCK, Scheme
-from ..errors import CheckpointError, DeploymentError, did_you_mean
+from ..errors import CheckpointError, DeploymentError, did_you_mean, short_repr
 from ..releases import min_versions
-from .fields import read_names, read_string, reject_nulls, short_repr
+from .fields import read_names, read_string, reject_nulls
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat
 from .unsupported import UNSUPPORTED_ONLINE as UNSUPPORTED_ONLINE
 from .unsupported import parse_unsupported
@@ -146,17 +146,26 @@ def _check_spelling(config: Mapping[str, Any], method: str, where: str) -> None:
         raise CheckpointError(rule, f"Write {method}", where)
 
 
+def _unknown_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
+    named = f"quant_method {short_repr(config['quant_method'])} is unknown here"
+    hint = did_you_mean(_quant_method(config, where), _BY_METHOD)
+    yield f"{named}: a server needs a vLLM, or a plugin, that has it. {hint}".rstrip(". ")
+
+
+_UNKNOWN = QuantConfigFormat({}, _unknown_notes)
+"""Of a ``quant_method`` that no format declares."""
+
+
+def _format(config: Mapping[str, Any], where: str) -> QuantConfigFormat:
+    return _BY_METHOD.get(_quant_method(config, where), _UNKNOWN)
+
+
 def config_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     """What a user should know about a config that `parse_config` accepted, one sentence each.
 
     Of notes that differ only in a quoted name, the first `MAX_SIMILAR_NOTES` are given, and how many more there are.
     """
-    method = _quant_method(config, where)
-    if method in _BY_METHOD:
-        return _shortened_notes(_BY_METHOD[method].notes(config, where))
-    named = f"quant_method {short_repr(config['quant_method'])} is unknown here"
-    hint = did_you_mean(method, _BY_METHOD)
-    return [f"{named}: a server needs a vLLM, or a plugin, that has it. {hint}".rstrip(". ")]
+    return _shortened_notes(_format(config, where).notes(config, where))
 
 
 MAX_SIMILAR_NOTES = 5
@@ -182,7 +191,7 @@ def _shortened_notes(notes: Iterable[str]) -> Iterable[str]:
 def has_expert_biases(config: Mapping[str, Any]) -> bool:
     """Whether experts of a config's format may have biases that only the checkpoint's tensors declare."""
     method = _spelled(str(config.get("quant_method")).lower())
-    return method in _BY_METHOD and _BY_METHOD[method].expert_biases
+    return _BY_METHOD.get(method, _UNKNOWN).expert_biases
 
 
 def takes_modules_from_files(config: Mapping[str, Any], where: str, vllm_method: str) -> bool:
@@ -193,19 +202,16 @@ def takes_modules_from_files(config: Mapping[str, Any], where: str, vllm_method:
         where: file and field, for messages.
         vllm_method: vLLM's name of the quantization. The class of ``moe_wna16`` reads the config alone.
     """
-    method = _quant_method(config, where)
-    field = _BY_METHOD[method].module_list if method in _BY_METHOD else ""
+    field = _format(config, where).module_list
     return bool(field) and vllm_method != "moe_wna16" and not read_names(config, (field,), where)
 
 
 def refused_linear(config: Mapping[str, Any], where: str) -> str:
     """Why vLLM refuses the linear layers of a model, as far as a config says that `parse_config` accepted; "" where it
     does not."""
-    method = _quant_method(config, where)
-    return _BY_METHOD[method].refused_linear(config, where) if method in _BY_METHOD else ""
+    return _format(config, where).refused_linear(config, where)
 
 
 def vllm_method_name(config: Mapping[str, Any]) -> str:
     """vLLM's name for the quantization of a config that `parse_config` accepted."""
-    method = _quant_method(config, "")
-    return _BY_METHOD[method].vllm_method(config, method) if method in _BY_METHOD else method
+    return _format(config, "").vllm_method(config, _quant_method(config, ""))

@@ -8,9 +8,9 @@ from typing import Any
 
 from ..core.patterns import BoundedPattern, InvalidPatternError, MatchBudget, SearchList
 from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
-from ..errors import CheckpointError
+from ..errors import CheckpointError, short_repr, shortened
 from ..releases import min_versions
-from .fields import read_boolean, read_integer, read_string, reject_nulls, short_repr, shortened
+from .fields import read_boolean, read_integer, read_string, reject_nulls
 from .gptq import refused_linear_scheme
 from .single_experts import ExpertEntries
 from .types import (

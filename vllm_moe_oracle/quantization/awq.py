@@ -7,9 +7,9 @@ from typing import Any
 
 from ..core.patterns import MatchBudget, NameParts
 from ..core.problem import Scheme
-from ..errors import CheckpointError
+from ..errors import CheckpointError, short_repr
 from ..releases import min_versions
-from .fields import read_boolean, read_integer, read_names, read_string, short_repr
+from .fields import read_boolean, read_integer, read_names, read_string
 from .single_experts import ExpertEntries, same_for_all
 from .types import UNLISTED, ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, Unlisted, shared_format
 

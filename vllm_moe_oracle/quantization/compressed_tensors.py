@@ -8,19 +8,10 @@ from functools import cache, partial
 from typing import Any
 
 from ..core.patterns import MatchBudget, PatternList
-from ..core.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme
-from ..errors import CheckpointError, DeploymentError
+from ..core.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme, SchemeName
+from ..errors import CheckpointError, DeploymentError, short_repr, shortened
 from ..releases import min_versions
-from .fields import (
-    read_boolean,
-    read_config_groups,
-    read_integer,
-    read_names,
-    read_string,
-    reject_nulls,
-    short_repr,
-    shortened,
-)
+from .fields import read_boolean, read_config_groups, read_integer, read_names, read_string, reject_nulls
 from .single_experts import ExpertEntries, same_for_all
 from .types import (
     UNLISTED,
@@ -238,17 +229,18 @@ def _first_match(entries: Iterable[str], budget: MatchBudget) -> Callable[[Itera
 
 
 @dataclass(frozen=True, slots=True)
-class _WeightArgs:
-    """The ``weights`` of a config group, with the defaults of the library's `QuantizationArgs`.
+class _Args:
+    """``weights`` or ``input_activations`` of a config group, with the defaults of the library's `QuantizationArgs`.
 
     Attributes:
         type: ``int`` or ``float``.
-        bits: bits of a weight.
+        bits: bits of a number.
         strategy: ``tensor``, ``channel``, ``group`` or another word of the library.
         implied_strategy: the strategy that the group size implies.
-        group_size: weights that share a scale; -1 for a whole row, None when not set.
+        group_size: numbers that share a scale; -1 for a whole row, None when not set.
         symmetric: there are no zero points.
-        layout: the group's ``format``, or the config's.
+        dynamic: as written: true for numbers that are quantized while the model runs.
+        scale_dtype: as written, without ``torch.``; "" when not set.
     """
 
     type: str
@@ -257,30 +249,50 @@ class _WeightArgs:
     implied_strategy: str
     group_size: int | None
     symmetric: bool
-    layout: str
+    dynamic: object
+    scale_dtype: str
 
     @classmethod
-    def read(cls, weights: Mapping[str, Any], layout: str, where: str) -> _WeightArgs:
-        """Reads the fields.
+    def read(cls, part: object, name: str, where: str) -> _Args:
+        """Reads a part of a group.
+
+        Args:
+            part: the part.
+            name: its name.
+            where: file and field, for messages.
 
         Raises:
-            CheckpointError: a field has an invalid value.
+            CheckpointError: it is no object, a field has an invalid value or is null, or groups have no size.
         """
-        strategy, size = read_string(weights, "strategy", where), weights.get("group_size")
+        if not isinstance(part, Mapping):
+            raise CheckpointError(f"config_groups: {name} is {short_repr(part)}, not an object", where=where)
+        place = f"{where}, config_groups, {name}"
+        reject_nulls(part, ("num_bits", "type", "symmetric", "dynamic"), place)
+        strategy, size = read_string(part, "strategy", where), part.get("group_size")
+        if strategy == "group" and size is None:
+            raise CheckpointError("strategy group has no group_size", "State how many weights share a scale", place)
         if size == 0 and strategy == "channel":  # the library takes it for none
             size = None
         elif size is not None:
-            size = read_integer(weights, "group_size", where)
+            size = read_integer(part, "group_size", where)
         implied = {None: "tensor", -1: "channel"}.get(size, "group")
+        scales = part.get("scale_dtype")
         return cls(
-            type=read_string(weights, "type", where) or "int",
-            bits=read_integer(weights, "num_bits", where, default=8),
+            type=read_string(part, "type", where) or "int",
+            bits=read_integer(part, "num_bits", where, default=8),
             strategy=strategy or implied,
             implied_strategy=implied,
             group_size=size,
-            symmetric=read_boolean(weights, "symmetric", where, default=True),
-            layout=layout,
+            symmetric=read_boolean(part, "symmetric", where, default=True),
+            dynamic=part.get("dynamic", False),
+            scale_dtype="" if scales is None else str(scales).removeprefix("torch."),
         )
+
+    def __str__(self) -> str:
+        how = "static" if self.dynamic is False else f"dynamic {short_repr(self.dynamic)}"
+        sign = "" if self.symmetric else "asymmetric "
+        words = f"{sign}{self.bits}-bit {self.type}, strategy {self.strategy}, group_size {self.group_size}, {how}"
+        return f"{words}, scale_dtype {self.scale_dtype or None}"
 
 
 def group_format(group: Mapping[str, Any], common_layout: object, where: str) -> ExpertFormat:
@@ -295,27 +307,23 @@ def group_format(group: Mapping[str, Any], common_layout: object, where: str) ->
     Raises:
         CheckpointError: a field has an invalid value, or fields contradict each other.
     """
-    weights, inputs = group.get("weights"), group.get("input_activations") or None
-    if weights is None:
+    if group.get("weights") is None:
         return None
-    for name, part in (("weights", weights), ("input_activations", inputs)):
-        if part is not None and not isinstance(part, Mapping):
-            raise CheckpointError(f"config_groups: {name} is {short_repr(part)}, not an object", where=where)
-        if part is not None:
-            _check_args(part, f"{where}, config_groups, {name}")
-    args = _WeightArgs.read(weights, str(group.get("format") or common_layout or ""), where)
-    if _is_mx(args, weights):
-        return _mx_format(args, inputs)
-    weight_only = inputs is None and not weights.get("dynamic")
-    integers = args.type == "int" and args.bits in (4, 8) and args.strategy in ("group", "channel")
-    if integers and weight_only and args.layout in COMPRESSED_PACKINGS:
-        return _integer_format(args, weights.get("actorder"), where)
-    words = f"{args.layout or 'compressed-tensors'} {args.bits}-bit {args.type} strategy {args.strategy}"
-    if weight_only and args.type == "int" and args.strategy in ("group", "channel"):
-        return UnsupportedFormat(shortened(words), _first_release_of_width(args, where))
+    weights = _Args.read(group["weights"], "weights", where)
+    declared = group.get("input_activations")
+    inputs = _Args.read(declared, "input_activations", where) if declared else None
+    layout = str(group.get("format") or common_layout or "")
+    if _is_mx(weights, layout):
+        return _mx_format(weights, inputs, layout)
+    weight_only = inputs is None and not weights.dynamic
+    integers = weights.type == "int" and weights.bits in (4, 8) and weights.strategy in ("group", "channel")
+    if integers and weight_only and layout in COMPRESSED_PACKINGS:
+        return _integer_format(weights, layout, group["weights"].get("actorder"), where)
+    words = f"{layout or 'compressed-tensors'} {weights.bits}-bit {weights.type} strategy {weights.strategy}"
+    if weight_only and weights.type == "int" and weights.strategy in ("group", "channel"):
+        return UnsupportedFormat(shortened(words), _first_release_of_width(weights, layout, where))
     if inputs is not None:
-        kind, bits, strategy, _ = _declared_args(inputs)
-        words += f" with inputs in {short_repr(bits)}-bit {kind} strategy {strategy}"
+        words += f" with inputs in {inputs.bits}-bit {inputs.type} strategy {inputs.strategy}"
     return UnsupportedFormat(shortened(words))
 
 
@@ -324,48 +332,41 @@ _WIDTHS = range(2, 9)
 """Widths of integers for which vLLM has a type, from `min_versions.COMPRESSED_LOW_BITS` on."""
 
 
-def _first_release_of_width(args: _WeightArgs, where: str) -> str:
+def _first_release_of_width(args: _Args, layout: str, where: str) -> str:
     """The first release of vLLM that has experts in integers of another width than 4 and 8 bits.
 
     Raises:
         DeploymentError: none has them so.
     """
-    if args.layout != _PACKED or args.bits not in _WIDTHS:
-        rule = f"experts in {args.bits}-bit integers in the format {args.layout or 'of no name'}: vLLM refuses them"
+    if layout != _PACKED or args.bits not in _WIDTHS:
+        rule = f"experts in {args.bits}-bit integers in the format {layout or 'of no name'}: vLLM refuses them"
         remedy = f"Quantize again with {_WIDTHS[0]} to {_WIDTHS[-1]} bits in the format {_PACKED}"
         raise DeploymentError(rule, remedy, where)
     return min_versions.COMPRESSED_LOW_BITS if args.symmetric else min_versions.COMPRESSED_LOW_BITS_ZERO_POINTS
 
 
-def _check_args(part: Mapping[str, Any], where: str) -> None:
-    """Refuses what the library's `QuantizationArgs` refuses whatever else they say: nulls, and groups of no size."""
-    reject_nulls(part, ("num_bits", "type", "symmetric", "dynamic"), where)
-    strategy = part.get("strategy")
-    if isinstance(strategy, str) and strategy.lower() == "group" and part.get("group_size") is None:
-        raise CheckpointError("strategy group has no group_size", "State how many weights share a scale", where)
-
-
-def _is_mx(args: _WeightArgs, weights: Mapping[str, Any]) -> bool:
+def _is_mx(args: _Args, layout: str) -> bool:
     """Whether weights are in an MX format: groups of 32 with e8m0 scales."""
     if (args.type, args.strategy, args.group_size, args.symmetric) != ("float", "group", MX_BLOCK, True):
         return False
-    # float8 in groups of 32 with other scales is not MX. vLLM has no other scales for 4 bits.
-    return args.bits == 4 or (args.bits == 8 and _is_e8m0(weights.get("scale_dtype"), args.layout))
+    # float8 in groups of 32 with other scales is not MX. vLLM has no other scales for 4 bits. The format's name is
+    # enough where a release left the type of the scales out.
+    is_e8m0 = args.scale_dtype == _E8M0 or (not args.scale_dtype and layout == "mxfp8-quantized")
+    return args.bits == 4 or (args.bits == 8 and is_e8m0)
 
 
-def _mx_format(args: _WeightArgs, inputs: Mapping[str, Any] | None) -> ExpertFormat:
+_E8M0 = "uint8"
+
+
+def _mx_format(args: _Args, inputs: _Args | None, layout: str) -> ExpertFormat:
     activations = _activation_precision(inputs)
     if activations is None:
-        declared = _describe_input_activations(inputs or {})
-        return UnsupportedFormat(
-            f"{args.layout or 'compressed-tensors'} {args.bits}-bit float with inputs in {declared}"
-        )
-    return Scheme(
-        "mxfp4" if args.bits == 4 else "mxfp8", args.bits, MX_BLOCK, "compressed-tensors", activations=activations
-    )
+        return UnsupportedFormat(f"{layout or 'compressed-tensors'} {args.bits}-bit float with inputs in {inputs}")
+    name: SchemeName = "mxfp4" if args.bits == 4 else "mxfp8"
+    return Scheme(name, args.bits, MX_BLOCK, "compressed-tensors", activations=activations)
 
 
-def _integer_format(args: _WeightArgs, actorder: object, where: str) -> Scheme:
+def _integer_format(args: _Args, layout: str, actorder: object, where: str) -> Scheme:
     """The scheme of packed integers.
 
     Raises:
@@ -378,7 +379,7 @@ def _integer_format(args: _WeightArgs, actorder: object, where: str) -> Scheme:
         raise CheckpointError(rule, where=where)
     if act_order == "group" and args.strategy == "channel":
         raise CheckpointError(f"config_groups: strategy channel with actorder {actorder}", where=where)
-    packing = COMPRESSED_PACKINGS[args.layout]
+    packing = COMPRESSED_PACKINGS[layout]
     return Scheme("wna16", args.bits, args.group_size or -1, packing, not args.symmetric, act_order)
 
 
@@ -405,52 +406,22 @@ def compressed_act_order(actorder: object, where: str) -> ActOrder:
     return found
 
 
-def _is_e8m0(scale_dtype: object, layout: str) -> bool:
-    # Either "torch.uint8" or "uint8"; the format's name is enough where a release left the type out.
-    return str(scale_dtype).removeprefix("torch.") == "uint8" or (scale_dtype is None and layout == "mxfp8-quantized")
-
-
-def _activation_precision(inputs: Mapping[str, Any] | None) -> ActivationPrecision | None:
-    """Precision of activations that a group of a compressed-tensors config declares beside weights in MX formats.
+def _activation_precision(inputs: _Args | None) -> ActivationPrecision | None:
+    """Precision of activations that a group declares beside weights in MX formats; None where no backend computes so.
 
     Known are floats, symmetric and quantized while the model runs: 8 bits with a scale for each token, or for 128
     features of it; MXFP8 and MXFP4, whose scales for 32 features are e8m0, which a config may leave unsaid.
-
-    Args:
-        inputs: its ``input_activations``; None for weights alone.
-
-    Returns:
-        None where no backend computes with that precision.
     """
     if inputs is None:
         return "16bit"
-    kind, bits, strategy, size = _declared_args(inputs)
-    scales = inputs.get("scale_dtype")
-    mx = scales is None or _is_e8m0(scales, "")
-    if kind != "float" or inputs.get("dynamic") is not True or inputs.get("symmetric", True) is not True:
+    if inputs.type != "float" or inputs.dynamic is not True or not inputs.symmetric:
         return None
-    if strategy == "group" and size == MX_BLOCK and mx:
-        return "mxfp4" if bits == 4 else "mxfp8" if bits == 8 else None
-    if bits != 8 or (scales is not None and mx):
+    if inputs.strategy == "group" and inputs.group_size == MX_BLOCK and inputs.scale_dtype in ("", _E8M0):
+        return "mxfp4" if inputs.bits == 4 else "mxfp8" if inputs.bits == 8 else None
+    if inputs.bits != 8 or inputs.scale_dtype == _E8M0:
         return None
-    return "fp8_token" if strategy == "token" else "fp8" if (strategy, size) == ("group", 128) else None
-
-
-def _describe_input_activations(inputs: Mapping[str, Any]) -> str:
-    """What a group's ``input_activations`` declare, for a message."""
-    kind, bits, strategy, size = _declared_args(inputs)
-    how = "static" if inputs.get("dynamic", False) is False else f"dynamic {short_repr(inputs['dynamic'])}"
-    scales = str(inputs.get("scale_dtype")).removeprefix("torch.")
-    sign = "" if inputs.get("symmetric", True) is True else "asymmetric "
-    return f"{sign}{bits}-bit {kind}, strategy {strategy}, group_size {size}, {how}, scale_dtype {scales}"
-
-
-def _declared_args(inputs: Mapping[str, Any]) -> tuple[object, object, object, object]:
-    """Type, bits, strategy and group size; what is left out is the library's default."""
-    kind, bits, strategy, size = map(inputs.get, ("type", "num_bits", "strategy", "group_size"))
-    usual = "tensor" if size is None else "channel" if size == -1 else "group"
-    words = (str(kind or "int").lower(), str(strategy or usual).lower())
-    return words[0], 8 if bits is None else bits, words[1], size
+    by_128 = (inputs.strategy, inputs.group_size) == ("group", 128)
+    return "fp8_token" if inputs.strategy == "token" else "fp8" if by_128 else None
 
 
 FORMAT = QuantConfigFormat({"compressed-tensors": parse_config}, notes)

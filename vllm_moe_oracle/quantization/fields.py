@@ -9,17 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..core.patterns import MatchBudget, PatternList, WildcardPattern
-from ..errors import CheckpointError
-
-
-def short_repr(value: object) -> str:
-    """A value for a message, shortened if it is long."""
-    return shortened(repr(value), 60)
-
-
-def shortened(text: str, most: int = 160) -> str:
-    """Words of a config for a message, shortened if they are long."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+from ..errors import CheckpointError, short_repr
 
 
 def reject_nulls(config: Mapping[str, Any], names: Iterable[str], where: str, remedy: str = "") -> None:

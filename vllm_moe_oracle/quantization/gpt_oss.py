@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.problem import MX_BLOCK, Scheme
-from ..errors import CheckpointError
-from .fields import exclusion_matcher, read_names, short_repr
+from ..errors import CheckpointError, short_repr
+from .fields import exclusion_matcher, read_names
 from .types import FormatLookup, LayerNames, QuantConfigFormat
 
 EXCLUSION_FIELDS = ("modules_to_not_convert", "ignored_layers")

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..core.patterns import MatchBudget, NameParts, PatternList
 from ..core.problem import ActOrder, Scheme
-from ..errors import CheckpointError, DeploymentError
-from .fields import read_boolean, read_integer, read_names, read_string, short_repr
+from ..errors import CheckpointError, DeploymentError, short_repr
+from .fields import read_boolean, read_integer, read_names, read_string
 from .single_experts import ExpertEntries, same_for_all
 from .types import (
     LINEAR_LAYER,

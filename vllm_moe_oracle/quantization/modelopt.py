@@ -11,7 +11,7 @@ from typing import Any
 
 from ..core.patterns import MatchBudget, NameParts, WildcardPattern
 from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
-from ..errors import CheckpointError, DeploymentError
+from ..errors import CheckpointError, DeploymentError, short_repr
 from ..releases import min_versions
 from .fields import (
     has_wildcard,
@@ -21,7 +21,6 @@ from .fields import (
     read_names,
     read_string,
     reject_nulls,
-    short_repr,
 )
 from .single_experts import names_below_experts, reject_some_experts
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, UnsupportedFormat

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..core.patterns import MatchBudget, PatternList, WildcardPattern
 from ..core.problem import MX_BLOCK, Scheme
-from ..errors import CheckpointError
-from .fields import any_at_or_below, has_wildcard, read_names, read_string, short_repr
+from ..errors import CheckpointError, short_repr
+from .fields import any_at_or_below, has_wildcard, read_names, read_string
 from .single_experts import reject_some_experts
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, UnsupportedFormat
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .fields import shortened
+from ..errors import shortened
 from .types import FormatLookup, QuantConfigFormat, UnsupportedFormat
 
 

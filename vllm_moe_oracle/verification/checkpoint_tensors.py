@@ -26,9 +26,8 @@ from .. import schemes
 from ..checkpoint.hub_cache import name_of_snapshot
 from ..checkpoint.tensor_headers import differing_tensor, indexed_names
 from ..core.problem import Parallel, Problem, Routing
-from ..errors import CheckpointError, DamagedCheckpointError
+from ..errors import CheckpointError, DamagedCheckpointError, short_repr
 from ..layouts.byte_views import cat_bytes
-from ..quantization.fields import short_repr
 from ..quantization.types import GATED_PROJECTIONS, UNGATED_PROJECTIONS, LayerNames
 from ..schemes import _wna16_checkpoint as wna16_files
 from ..schemes import _wna16_parameters as wna16_parameters
