@@ -13,6 +13,7 @@ from tests.lib.cases import backend, problem, registry
 from tests.lib.samples import measured_card
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.core.decision import Decision
+from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.devices import catalog
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import latency_model, lookup, model_shapes, profile
@@ -39,17 +40,21 @@ def fails(backend: str, *counts: int, routing: RoutingKind = "uniform") -> list[
     return [Sample(backend, "16bit", count, routing, failure="relative error 3.0e-01") for count in counts]
 
 
+def decide_by(layer: Problem = LAYER, card: Device = H200, **assignments: str) -> Decision:
+    """The decision with these settings, by what measurements they find."""
+    chosen = settings.load({}, assignments=assignments)
+    return decide(layer, card, chosen, measurements=lookup.find_measurements(layer, card, chosen))
+
+
 def decided(folder: Path, *samples: Sample, given: tuple[Sample, ...] = ()) -> Decision:
     """The decision with a cache, and a profile in the setting of that name, of these."""
     store = Store(folder)
     store.prepare()
     store.add(Environment.of(H200), kernel_shape_of(LAYER), samples)
-    assignments = {"cache": str(folder)}
-    if given:
-        assignments["profile"] = str(folder / "given.json")
-        profile.write(profile.make(Environment.of(H200), {kernel_shape_of(LAYER): given}, {}), folder / "given.json")
-    chosen = settings.load({}, assignments=assignments)
-    return decide(LAYER, H200, chosen, measurements=lookup.find_measurements(LAYER, H200, chosen))
+    if not given:
+        return decide_by(cache=str(folder))
+    profile.write(profile.make(Environment.of(H200), {kernel_shape_of(LAYER): given}, {}), folder / "given.json")
+    return decide_by(cache=str(folder), profile=str(folder / "given.json"))
 
 
 @pytest.mark.parametrize("routing", ["uniform", "skewed"])
@@ -65,8 +70,7 @@ def test_what_failed_once_is_not_chosen_for_its_times_elsewhere(tmp_path: Path, 
 def test_what_failed_for_long_prompts_is_not_chosen_for_decoding_either(tmp_path: Path) -> None:
     store = [*times(HUMMING, 50), *times(MARLIN, 40), *times(OWN, 10, COUNTS[:-2]), *fails(OWN, 1024, 4096)]
     decided(tmp_path, *store)
-    chosen = settings.load({}, assignments={"cache": str(tmp_path), "objective": "decode"})
-    made = decide(LAYER, H200, chosen, measurements=lookup.find_measurements(LAYER, H200, chosen))
+    made = decide_by(cache=str(tmp_path), objective="decode")
     assert made.backend == MARLIN and f"{OWN}: failed with 1024 tokens" in made.explanation
 
 
@@ -85,12 +89,7 @@ def test_an_unfinished_run_hides_no_measurements_of_another_place(tmp_path: Path
     store = Store(tmp_path)
     store.prepare()
     store.add(Environment.of(card), kernel_shape_of(layer), few)
-    chosen = settings.load({}, assignments={"cache": str(tmp_path)})
-    nothing = settings.load({}, assignments={"cache": str(tmp_path / "none")})
-    with_cache, without = (
-        decide(layer, card, each, measurements=lookup.find_measurements(layer, card, each))
-        for each in (chosen, nothing)
-    )
+    with_cache, without = (decide_by(layer, card, cache=str(each)) for each in (tmp_path, tmp_path / "none"))
     assert without.why == with_cache.why == "measured" and without.backend == with_cache.backend
     assert "by the shipped profile" in with_cache.explanation
     assert f"the cache ({Environment.of(card)}) are not sufficient" in with_cache.explanation
@@ -136,8 +135,7 @@ def test_a_failure_of_other_code_counts_for_nothing(
     assert decided(tmp_path / "cache", *full).backend == backend
     given = tmp_path / "old.json"
     profile.write(profile.make(there, {kernel_shape_of(LAYER): fails(backend, 4)}, {}), given)
-    chosen = settings.load({}, assignments={"cache": str(tmp_path / "cache"), "profile": str(given)})
-    made = decide(LAYER, H200, chosen, measurements=lookup.find_measurements(LAYER, H200, chosen))
+    made = decide_by(cache=str(tmp_path / "cache"), profile=str(given))
     assert (made.backend != backend) == counts and made.why == "measured"
     assert counts or f"{backend} failed when its kernels were other code" in made.explanation
 
@@ -148,8 +146,7 @@ def test_an_unfinished_run_hides_no_complete_one_of_the_same_cache(tmp_path: Pat
     assert made.backend == MARLIN and made.why == "measured"
     here = dataclasses.replace(H200, driver="580.1")
     Store(tmp_path).add(Environment.of(here), kernel_shape_of(LAYER), times(OWN, 30, (1,)))
-    chosen = settings.load({}, assignments={"cache": str(tmp_path)})
-    made = decide(LAYER, here, chosen, measurements=lookup.find_measurements(LAYER, here, chosen))
+    made = decide_by(card=here, cache=str(tmp_path))
     assert made.backend == MARLIN and made.why == "measured"
 
 
@@ -158,8 +155,7 @@ def test_a_damaged_latency_model_is_a_remark(tmp_path: Path, monkeypatch: pytest
         raise msgspec.ValidationError("Object missing required field `environment`")
 
     monkeypatch.setattr(latency_model, "predict", broken)
-    chosen = settings.load({}, assignments={"cache": str(tmp_path)})
-    made = decide(LAYER, H200, chosen, measurements=lookup.find_measurements(LAYER, H200, chosen))
+    made = decide_by(cache=str(tmp_path))
     assert made.why == "static" and "the shipped latency model is not used: " in made.explanation
 
 
@@ -243,10 +239,17 @@ def lacking(*counts: int) -> list[Sample]:
     return times(OWN, 10, tuple(count for count in COUNTS if count not in counts))
 
 
-def test_a_backend_that_lacks_a_time_is_still_compared(tmp_path: Path) -> None:
+@pytest.mark.parametrize("predicted", [True, False])
+def test_a_backend_that_lacks_a_time_is_still_compared(
+    tmp_path: Path, predicted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a predicted one, or by those of the numbers of tokens beside it."""
+    if not predicted:
+        monkeypatch.setattr(latency_model, "why_unpredictable", lambda *arguments: "not predicted")
     made = decided(tmp_path, *times(HUMMING, 50), *times(MARLIN, 40), *lacking(512))
     assert (made.backend, made.why) == (OWN, "predicted")
-    assert f"{OWN} was measured at 11 of 12 numbers of tokens, 1 predicted (512)" in made.explanation
+    how = "predicted" if predicted else "interpolated"
+    assert f"{OWN} was measured at 11 of 12 numbers of tokens, 1 {how} (512)" in made.explanation
 
 
 def test_a_cell_that_failed_is_not_one_that_is_missing(tmp_path: Path) -> None:
@@ -284,12 +287,6 @@ def test_others_times_do_not_decide_against_a_backend_with_too_few(
     assert (made.backend, made.why) == (winner, why)
     said = f"{OWN} was measured at 8 of 12 numbers of tokens, 4 predicted (64, 128, 256, 512)"
     assert (said in made.explanation) is (winner == OWN)
-
-
-def test_without_a_prediction_a_time_is_interpolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency_model, "why_unpredictable", lambda *arguments: "not predicted")
-    made = decided(tmp_path, *times(HUMMING, 50), *times(MARLIN, 40), *lacking(512))
-    assert (made.backend, made.why) == (OWN, "predicted") and "1 interpolated (512)" in made.explanation
 
 
 def test_a_tile_is_not_stretched_over_a_number_of_tokens_that_is_missing(tmp_path: Path) -> None:

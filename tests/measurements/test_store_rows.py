@@ -69,17 +69,19 @@ def test_an_invalid_sample_is_named_and_nothing_is_kept(fields: dict[str, Any], 
     assert is_untouched(store)
 
 
-@pytest.mark.parametrize("fields", [{"gpu": "x" * 300}, {"gpu": "a\0b"}, {"driver": math.nan}, {"capability": "90"}])
-def test_an_invalid_environment_is_named_and_nothing_is_kept(fields: dict[str, Any], store: Store) -> None:
-    with pytest.raises(MeasurementError, match=r"^cannot keep an invalid environment, Environment\("):
-        store.add(changed(HERE, **fields), SHAPE, [sample(4)])
-    assert is_untouched(store)
-
-
-@pytest.mark.parametrize("fields", [{"scheme": "a\rb"}, {"activation": "x" * 300}, {"top_k": math.nan}])
-def test_an_invalid_layer_is_named_and_nothing_is_kept(fields: dict[str, Any], store: Store) -> None:
-    with pytest.raises(MeasurementError, match=r"^cannot keep an invalid layer, KernelShape\("):
-        store.add(HERE, changed(SHAPE, **fields), [sample(4)])
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("environment", each)
+        for each in ({"gpu": "x" * 300}, {"gpu": "a\0b"}, {"driver": math.nan}, {"capability": "90"})
+    ]
+    + [("layer", each) for each in ({"scheme": "a\rb"}, {"activation": "x" * 300}, {"top_k": math.nan})],
+)
+def test_an_invalid_place_or_layer_is_named_and_nothing_is_kept(kind: str, fields: Any, store: Store) -> None:
+    here, shape = (changed(HERE, **fields), SHAPE) if kind == "environment" else (HERE, changed(SHAPE, **fields))
+    shown = "Environment" if kind == "environment" else "KernelShape"
+    with pytest.raises(MeasurementError, match=rf"^cannot keep an invalid {kind}, {shown}\("):
+        store.add(here, shape, [sample(4)])
     assert is_untouched(store)
 
 

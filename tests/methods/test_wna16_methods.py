@@ -7,10 +7,12 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from tests.lib import moe_wna16_layers as moe
@@ -160,11 +162,14 @@ def test_a_borrow_between_packed_zero_points_is_not_lost() -> None:
             assert whole_of(loaded(contents, name), contents) < FLOAT32
 
 
-@pytest.mark.parametrize(
-    ("packing", "name"),
-    [("gptq", ""), ("gptq", "moe_wna16"), ("awq", ""), ("awq", "moe_wna16"), ("compressed-tensors", ""),
-     ("compressed-tensors-int", "")],
-)  # fmt: skip
+NAMED = [
+    ("gptq", ""), ("gptq", "moe_wna16"), ("awq", ""), ("awq", "moe_wna16"), ("compressed-tensors", ""),
+    ("compressed-tensors-int", ""),
+]  # fmt: skip
+"""Packings, and names of vLLM's that read them."""
+
+
+@pytest.mark.parametrize(("packing", "name"), NAMED)
 def test_groups_that_a_cut_splits_are_halved(packing: str, name: str) -> None:
     contents = contents_of(
         layer_of(packing, group=128, zero_points=True, experts=2, hidden_size=128, intermediate_size=384)
@@ -316,11 +321,8 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("name", ["", "moe_wna16"])
-@pytest.mark.parametrize("packing", PLAIN)
+@pytest.mark.parametrize(("packing", "name"), NAMED[:-1])
 def test_a_tensor_that_never_came_is_named(packing: str, name: str) -> None:
-    if name and packing == "compressed-tensors":
-        return
     contents = contents_of(layer_of(packing, zero_points=True, **SIZES))
     zeros = "weight_zero_point" if packing == "compressed-tensors" else "qzeros"
     for tensor in (*PLAIN[packing], zeros):
@@ -387,10 +389,28 @@ def test_tensors_of_another_type_or_shape_are_refused(packing: str) -> None:
     assert "scales in w13_" in words and "NaN or infinite" in words
 
 
-def test_gate_and_up_must_read_their_inputs_alike() -> None:
-    contents = contents_of(layer_of("gptq", act_order="group", **SIZES))
-    words = refused(contents, replaced("g_idx", lambda groups: groups.roll(1)))
-    assert "local expert 1: gate and up have different group indices, from input" in words
+def one_group(files: dict[tuple[int, str, str], Any]) -> None:
+    for shard in ("w1", "w3"):
+        files[1, shard, "g_idx"][:] = 1
+
+
+@pytest.mark.parametrize(
+    ("packing", "order", "change", "words"),
+    [
+        (
+            "gptq", "group", replaced("g_idx", lambda groups: groups.roll(1)),
+            "local expert 1: gate and up have different group indices, from input",
+        ),
+        ("gptq", "group", one_group, "w13_g_idx gives group 1 of expert 1 64 input features, not 32"),
+        (
+            "compressed-tensors", "none", replaced("weight_shape", lambda shape: shape + 1),
+            "weight_shape is (129, 65), expected (128, 64)",
+        ),
+    ],
+    ids=["gate and up", "one group", "shape"],
+)  # fmt: skip
+def test_what_contradicts_itself_is_refused(packing: str, order: Any, change: Any, words: str) -> None:
+    assert words in refused(contents_of(layer_of(packing, act_order=order, **SIZES)), change)
 
 
 def test_an_order_that_the_config_does_not_declare_is_noticed() -> None:
@@ -401,22 +421,6 @@ def test_an_order_that_the_config_does_not_declare_is_noticed() -> None:
     files = {**contents.files(), (1, "w1", "g_idx"): torch.zeros(64, dtype=torch.int32)}
     with moe.engine():
         assert whole_of(loaded(contents, files=files), contents) < FLOAT32
-
-
-def test_a_damaged_group_index_is_refused_with_numbers() -> None:
-    contents = contents_of(layer_of("gptq", act_order="group", **SIZES))
-
-    def damage(files: Any) -> None:
-        for shard in ("w1", "w3"):
-            files[1, shard, "g_idx"][:] = 1
-
-    assert "w13_g_idx gives group 1 of expert 1 64 input features, not 32" in refused(contents, damage)
-
-
-def test_a_shape_that_compressed_tensors_give_must_be_the_layers() -> None:
-    contents = contents_of(layer_of("compressed-tensors", **SIZES))
-    words = refused(contents, replaced("weight_shape", lambda shape: shape + 1))
-    assert "weight_shape is (129, 65), expected (128, 64)" in words
 
 
 @pytest.mark.parametrize("packing", ["gptq", "awq", "compressed-tensors"])
@@ -452,21 +456,25 @@ def test_real_weights_after_made_up_ones_are_checked(monkeypatch: pytest.MonkeyP
             layer.quant_method._read_weights(layer)
 
 
+def written(contents: Any, path: Path, *, biases: bool = True) -> Any:
+    """Our config object for a checkpoint that is stored so, after it has looked for biases."""
+    names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    files = {f"{moe.NAME}.{expert}.{names[shard]}.{name}": t for (expert, shard, name), t in contents.files().items()}
+    save_file({name: each for name, each in files.items() if biases or not name.endswith(".bias")}, path)
+    config = moe.quant_config(dataclasses.replace(contents.problem, has_bias=biases))
+    config.maybe_update_config(str(path.parent))
+    return config
+
+
 @pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize("packing", ["gptq", "awq"])
 def test_biases_come_from_the_checkpoint(
-    packing: str, declared: bool, tmp_path: Any, caplog: pytest.LogCaptureFixture
+    packing: str, declared: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from safetensors.torch import save_file
-
     caplog.set_level(logging.WARNING, "vllm.moe_oracle")
     asked = layer_of(packing, bias=True, **SIZES)
     contents = contents_of(asked)
-    names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-    files = {f"{moe.NAME}.{expert}.{names[shard]}.{name}": t for (expert, shard, name), t in contents.files().items()}
-    save_file(files, tmp_path / "model.safetensors")
-    config = moe.quant_config(asked)
-    config.maybe_update_config(str(tmp_path))
+    config = written(contents, tmp_path / "model.safetensors")
     assert config.expert_biases
     with moe.engine():
         layer = moe.made(asked, moe.moe_config(asked, has_bias=declared), config=config)
@@ -481,10 +489,7 @@ def test_biases_come_from_the_checkpoint(
         words = "w2_bias of the down projection of local expert 1 is not in the checkpoint, others are (1 missing)"
         assert (words in caplog.text) is not declared
     without = dataclasses.replace(asked, has_bias=False)
-    plain = {name: tensor for name, tensor in files.items() if not name.endswith(".bias")}
-    save_file(plain, tmp_path / "model.safetensors")
-    config = moe.quant_config(without)
-    config.maybe_update_config(str(tmp_path))
+    config = written(contents, tmp_path / "model.safetensors", biases=False)
     with moe.engine():
         assert not moe.made(without, moe.moe_config(without), config=config).quant_method.decision.problem.has_bias
 
@@ -518,20 +523,13 @@ def test_a_reload_without_some_biases_reads_no_memory_that_it_found(monkeypatch:
     assert max(found) < FLOAT32, found
 
 
-def test_zero_biases_count_as_absent(tmp_path: Any) -> None:
+def test_zero_biases_count_as_absent(tmp_path: Path) -> None:
     """AutoGPTQ wrote one for every matrix. With a bias, vLLM's Triton kernel and TRTLLM's could not run the layer."""
-    from safetensors.torch import save_file
-
     asked = layer_of("gptq", bias=True, **SIZES)
     contents = contents_of(asked)
     for bias in contents.biases.values():
         bias.zero_()
-    names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-    files = {f"{moe.NAME}.{expert}.{names[shard]}.{name}": t for (expert, shard, name), t in contents.files().items()}
-    assert any(name.endswith(".bias") for name in files)
-    save_file(files, tmp_path / "model-00001.safetensors")
-    config = moe.quant_config(asked)
-    config.maybe_update_config(str(tmp_path))
+    config = written(contents, tmp_path / "model-00001.safetensors")
     with moe.engine():
         layer = moe.made(asked, moe.moe_config(asked, has_bias=False), config=config)
         assert not layer.quant_method.decision.problem.has_bias
@@ -543,8 +541,8 @@ def test_zero_biases_count_as_absent(tmp_path: Any) -> None:
         with pytest.raises(CheckpointError, match="the checkpoint has expert biases"):
             moe.load(wrong, contents.files())
     # One expert's are enough, in whichever file.
-    last = next(name for name in files if name.endswith("down_proj.bias"))
-    save_file({last: torch.full((asked.hidden_size,), 0.5)}, tmp_path / "model-00002.safetensors")
+    last = {f"{moe.NAME}.0.down_proj.bias": torch.full((asked.hidden_size,), 0.5)}
+    save_file(last, tmp_path / "model-00002.safetensors")
     config.maybe_update_config(str(tmp_path))
     assert config.expert_biases
 

@@ -95,18 +95,14 @@ def test_the_output_is_written_where_no_token_has_an_expert(top_k: int, ranks: i
     assert not check(Faulty("unwritten", compute=unwritten), layer, loaded(layer)).passed
 
 
+@pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("top_k", TOP_K[1:])
-def test_every_slot_is_empty_beside_experts(top_k: int) -> None:
-    layer = layer_of(top_k)
+def test_every_slot_is_empty_or_another_ranks_beside_experts(top_k: int, remote: bool) -> None:
+    layer = layer_of(top_k, 1 + remote)
     for slot in range(top_k):
-        assert not check(Faulty("skips", compute=skips(slot, remote=False)), layer, loaded(layer)).passed, slot
-
-
-@pytest.mark.parametrize("top_k", TOP_K[1:])
-def test_every_slot_has_an_expert_of_another_rank(top_k: int) -> None:
-    layer = layer_of(top_k, 2)
-    for slot in range(top_k):
-        assert not check(Faulty("skips", compute=skips(slot, remote=True)), layer, loaded(layer)).passed, slot
+        wrong = Faulty("skips", compute=skips(slot, remote))
+        assert not check(wrong, layer, loaded(layer)).passed, slot
+        assert not remote or not converted(wrong, layer).compare().passed, slot
 
 
 @pytest.mark.parametrize(
@@ -127,12 +123,6 @@ def test_absent_experts_change_nothing_else(compute: Compute, ranks: int, least:
 def test_a_converted_layer_has_experts_of_other_ranks(compute: Compute, top_k: int) -> None:
     found = converted(Faulty("wrong", compute=compute), layer_of(top_k, 2)).compare()
     assert not found.skip_reason and found.passed is (top_k == 2 and compute not in (unwritten, adds, stops, counts))
-
-
-@pytest.mark.parametrize("top_k", [2, 4, 8])
-def test_every_slot_of_a_converted_layer_is_another_ranks(top_k: int) -> None:
-    for slot in range(top_k):
-        assert not converted(Faulty("skips", compute=skips(slot, remote=True)), layer_of(top_k, 2)).compare().passed
 
 
 @pytest.mark.parametrize("away", [1, 2, 5, 40])

@@ -81,14 +81,6 @@ class Twentieth:
             out.mul_(1.1)
 
 
-class Kept(Faulty):
-    """Computes with the weights that it was built over, whatever is loaded later."""
-
-    def build_experts(self, tensors: Any, problem: Problem, plan: Any, builder: Any) -> Any:
-        kept = {name: tensor.clone() for name, tensor in tensors.items()}
-        return builder.from_function(lambda *arguments: forward(kept, problem, *arguments))
-
-
 class OnceOnly(Faulty):
     """Converts wrongly from the thirteenth expert on: the first load is right, no other is."""
 
@@ -151,7 +143,7 @@ EVERYWHERE: list[tuple[Faulty, list[str]]] = [
     (Faulty("last block", compute=after(lambda out: out[:, -32:].mul_(1.1))), ["16 bit", "4 bit"]),
     (Faulty("last column", compute=after(lambda out: out[:, -1].zero_())), list(LAYERS)),
     (Faulty("twentieth", compute=Twentieth()), ["16 bit", "4 bit"]),
-    (Kept("kept"), list(LAYERS)),
+    (lib.Kept("kept"), list(LAYERS)),
     (OnceOnly("second load"), ["16 bit"]),
     (Faulty("input", compute=lib.writes_into_x), ["16 bit"]),
     (Faulty("weights", compute=lib.other_weights), ["16 bit"]),
@@ -181,7 +173,7 @@ def test_the_words_say_when_and_where() -> None:
     layer = LAYERS["16 bit"]
     late = run(Faulty("late", compute=after(lambda out: out[7:].mul_(1.3), lambda tokens: 8 <= tokens < 20)), layer)
     assert "9 tokens" in late.fault and "a token of experts" in late.fault and not late.faulty_experts
-    kept = run(Kept("kept"), layer)
+    kept = run(lib.Kept("kept"), layer)
     assert "after a reload" in kept.fault
     every = run(Faulty("all", lib.swap_halves), layer)
     assert "all 12 experts are wrong by themselves" in every.fault
