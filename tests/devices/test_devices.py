@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -34,13 +35,28 @@ DRIVER_NAMES = {
 """Names by which drivers report common GPUs, with the compute capabilities of https://developer.nvidia.com/cuda-gpus."""
 
 
+Load = Callable[[object], Device]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """Reads a device from the file device.json with this text, or with this object as JSON."""
+
+    def run(content: object) -> Device:
+        file = tmp_path / "device.json"
+        file.write_bytes(content.encode() if isinstance(content, str) else msgspec.json.encode(content))
+        return catalog.load_device(file)
+
+    return run
+
+
 def test_the_usual_machines_have_names() -> None:
     assert catalog.known_device_names() == NAMES
     assert {"cpu", *(f"nvidia-{card}" for card in CAPABILITIES)} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_named_device_is_complete_and_survives_a_file(name: str, tmp_path: Path) -> None:
+def test_a_named_device_is_complete_and_survives_a_file(name: str, load: Load) -> None:
     found = catalog.known_device(name)
     assert found.packages["vllm"] and found.packages["torch"]
     if name == "cpu":
@@ -49,9 +65,7 @@ def test_a_named_device_is_complete_and_survives_a_file(name: str, tmp_path: Pat
         assert found.kind == "cuda" and found.capability >= 70 and found.sm_count and found.memory_gib
     if (card := name.removeprefix("nvidia-")) in CAPABILITIES:
         assert found.capability == CAPABILITIES[card] and found.sm_count > 100 and found.memory_gib >= 48
-    file = tmp_path / "device.json"
-    file.write_bytes(msgspec.json.encode(found))
-    assert catalog.load_device(file) == found
+    assert load(found) == found
 
 
 def test_a_device_is_found_by_its_aliases_and_its_product_name() -> None:
@@ -109,14 +123,6 @@ def test_another_product_is_not_suggested(name: str, meant: str) -> None:
     assert caught.value.remedy.startswith(f"Did you mean {meant}? Valid" if meant else "Valid")
 
 
-def test_what_status_writes_can_be_read(tmp_path: Path) -> None:
-    file = tmp_path / "status.json"
-    file.write_bytes(
-        msgspec.json.encode({"vllm": NEWEST, "device": catalog.known_device("nvidia-b200"), "active": True})
-    )
-    assert catalog.load_device(file) == catalog.known_device("nvidia-b200")
-
-
 @pytest.mark.parametrize("text", ['{"kind": "cuda", "name": "X", "sm_counts": 3}', '{"kind": "cuda"', "\xff"])
 def test_a_damaged_file_of_the_catalog_is_named(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia-x.json").write_bytes(text.encode("latin-1"))
@@ -125,35 +131,27 @@ def test_a_damaged_file_of_the_catalog_is_named(text: str, tmp_path: Path, monke
         catalog.catalog.__wrapped__()
 
 
-def test_a_file_needs_only_kind_and_name(tmp_path: Path) -> None:
-    file = tmp_path / "small.json"
+def test_a_file_needs_only_kind_and_name(load: Load) -> None:
     cpu, cuda = (catalog.default_packages(kind) for kind in ("cpu", "cuda"))
-    file.write_text('{"kind": "cpu", "name": "mine"}')
-    assert catalog.load_device(file) == Device("cpu", "mine", packages=cpu)
-    file.write_text('{"kind": "cuda", "name": "mine", "capability": 90}')
-    assert catalog.load_device(file) == Device("cuda", "mine", 90, packages=cuda)
+    assert load('{"kind": "cpu", "name": "mine"}') == Device("cpu", "mine", packages=cpu)
+    assert load('{"kind": "cuda", "name": "mine", "capability": 90}') == Device("cuda", "mine", 90, packages=cuda)
     for text in ('"memory_gib": 140', '"capability": 90', '"sm_count": 132'):
-        file.write_text(f'{{"kind": "cuda", "name": "NVIDIA H200", {text}}}')
-        found = catalog.load_device(file)
+        found = load(f'{{"kind": "cuda", "name": "NVIDIA H200", {text}}}')
         assert (found.capability, found.sm_count, found.packages) == (90, 132, cuda)
         assert found.memory_gib == (140 if "memory" in text else 141)
-    file.write_text('{"kind": "cuda", "name": "NVIDIA X9"}')
     with pytest.raises(SettingError, match=r"'NVIDIA X9' is no GPU that is known.*compute_cap.*86 for other Ampere"):
-        catalog.load_device(file)
+        load('{"kind": "cuda", "name": "NVIDIA X9"}')
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_with_a_name_alone_is_the_named_device(name: str, tmp_path: Path) -> None:
-    device, file = catalog.known_device(name), tmp_path / "device.json"
-    file.write_text(msgspec.json.encode({"kind": device.kind, "name": device.name}).decode())
-    assert catalog.load_device(file) == device
+def test_a_file_with_a_name_alone_is_the_named_device(name: str, load: Load) -> None:
+    device = catalog.known_device(name)
+    assert load({"kind": device.kind, "name": device.name}) == device
 
 
-def test_packages_that_a_file_lists_are_kept(tmp_path: Path) -> None:
-    file = tmp_path / "device.json"
+def test_packages_that_a_file_lists_are_kept(load: Load) -> None:
     for packages in ({}, {"vllm": "0.30.0"}):
-        file.write_bytes(msgspec.json.encode({"kind": "cuda", "name": "NVIDIA H200", "packages": packages}))
-        assert catalog.load_device(file).packages == packages
+        assert load({"kind": "cuda", "name": "NVIDIA H200", "packages": packages}).packages == packages
 
 
 @pytest.mark.parametrize(
@@ -164,10 +162,8 @@ def test_packages_that_a_file_lists_are_kept(tmp_path: Path) -> None:
         (("avx2", "sse4_2"), set()),
     ],
 )
-def test_instruction_sets_imply_others(features: tuple[str, ...], implied: set[str], tmp_path: Path) -> None:
-    file = tmp_path / "cpu.json"
-    file.write_bytes(msgspec.json.encode({"kind": "cpu", "name": "mine", "features": features}))
-    found = catalog.load_device(file).features
+def test_instruction_sets_imply_others(features: tuple[str, ...], implied: set[str], load: Load) -> None:
+    found = load({"kind": "cpu", "name": "mine", "features": features}).features
     assert set(found) == {*features, *implied} and len(set(found)) == len(found)
 
 
@@ -184,13 +180,11 @@ def test_instruction_sets_imply_others(features: tuple[str, ...], implied: set[s
     ],
 )
 def test_a_file_that_contradicts_the_catalog_is_refused(
-    fields: dict[str, object], message: str, tmp_path: Path
+    fields: dict[str, object], message: str, load: Load, tmp_path: Path
 ) -> None:
-    file = tmp_path / "device.json"
-    file.write_bytes(msgspec.json.encode(fields))
     with pytest.raises(SettingError, match=f"not a device: .*{message}") as caught:
-        catalog.load_device(file)
-    assert caught.value.where == str(file) and "\n" not in str(caught.value)
+        load(fields)
+    assert caught.value.where == str(tmp_path / "device.json") and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -203,13 +197,10 @@ def test_a_file_that_contradicts_the_catalog_is_refused(
         ("NVIDIA H20", {"memory_gib": 139.7}),
     ],
 )  # fmt: skip
-def test_a_file_may_say_what_variants_have_and_programs_see(
-    name: str, figures: dict[str, float], tmp_path: Path
-) -> None:
-    spec, file = catalog.find_spec(name), tmp_path / "device.json"
+def test_a_file_may_say_what_variants_have_and_programs_see(name: str, figures: dict[str, float], load: Load) -> None:
+    spec = catalog.find_spec(name)
     assert spec is not None
-    file.write_bytes(msgspec.json.encode({"kind": spec.kind, "name": name, **figures}))
-    found = catalog.load_device(file)
+    found = load({"kind": spec.kind, "name": name, **figures})
     assert {field: getattr(found, field) for field in figures} == figures and found.capability == spec.capability
 
 
@@ -246,21 +237,17 @@ def test_a_file_may_say_what_variants_have_and_programs_see(
     ],
 )  # fmt: skip
 def test_an_invalid_device_file_is_refused_with_the_reason_and_the_path(
-    text: str, message: str, tmp_path: Path
+    text: str, message: str, load: Load, tmp_path: Path
 ) -> None:
-    file = tmp_path / "bad.json"
-    file.write_text(text)
     with pytest.raises(SettingError, match=message) as caught:
-        catalog.load_device(file)
-    assert caught.value.where == str(file)
+        load(text)
+    assert caught.value.where == str(tmp_path / "device.json")
 
 
-def test_every_known_device_and_a_cpu_that_status_prints_pass_as_files(tmp_path: Path) -> None:
-    file = tmp_path / "device.json"
+def test_every_known_device_and_a_cpu_that_status_prints_pass_as_files(load: Load) -> None:
     cpu = Device("cpu", "AMD", memory_gib=0.5)
     for device in (*map(catalog.known_device, catalog.known_device_names()), cpu):
-        file.write_bytes(msgspec.json.encode({"device": device, "versions": {}}))
-        assert catalog.load_device(file) == device
+        assert load({"vllm": NEWEST, "device": device, "versions": {}, "active": True}) == device
 
 
 def test_an_unreadable_device_file_is_refused_with_the_reason(tmp_path: Path) -> None:
