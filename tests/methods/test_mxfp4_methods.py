@@ -27,6 +27,7 @@ from tests.lib import checkpoints, vllm_runner
 from tests.lib.cases import problem
 from vllm_moe_oracle import methods
 from vllm_moe_oracle.compat import current_adapter
+from vllm_moe_oracle.core.problem import mx_scheme
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.methods import dtypes, mxfp4
 from vllm_moe_oracle.methods.base import OracleMoEMethod
@@ -81,12 +82,12 @@ def test_vllms_loader_of_gpt_oss_skips_what_compressed_tensors_packs(name: str) 
 @pytest.mark.parametrize("activations", ["16bit", "mxfp4", "fp8_token"])
 def test_experts_of_gpt_oss_that_compressed_tensors_packed_are_refused(activations: Any) -> None:
     made = mxfp4.BaseMxfp4MoEMethod.__new__(mxfp4.BaseMxfp4MoEMethod)
-    scheme = mxfp4.mxfp4_scheme("compressed-tensors", activations)
+    scheme = mx_scheme("mxfp4", "compressed-tensors", activations)
     asked = problem(scheme=scheme, even_expert_split=True)
     with pytest.raises(CheckpointError, match=r"gpt-oss skips experts .* \(weight_packed\)"):
         made._refine_problem(asked)
     assert made._refine_problem(replace(asked, even_expert_split=False)).scheme == scheme
-    assert made._refine_problem(replace(asked, scheme=mxfp4.mxfp4_scheme("gpt_oss"))).even_expert_split
+    assert made._refine_problem(replace(asked, scheme=mx_scheme("mxfp4", "gpt_oss"))).even_expert_split
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_inputs_have_the_precision_that_auto_round_declared(
     monkeypatch.setattr(OracleMoEMethod, "decide", lambda self, moe, scheme: asked.append(scheme))
     made = INCMxfp4MoEMethod.__new__(INCMxfp4MoEMethod)
     made.__init__(None)  # type: ignore[misc]
-    assert asked == [mxfp4.mxfp4_scheme("auto-round", activations)]
+    assert asked == [mx_scheme("mxfp4", "auto-round", activations)]
     checkpoint.quantization_config["act_bits"] = 6
     with pytest.raises(CheckpointError, match="inputs of 6 bits, which no format has"):
         made.__init__(None)  # type: ignore[misc]

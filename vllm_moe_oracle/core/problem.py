@@ -104,6 +104,11 @@ class Scheme:
         return f"int{self.bits} {zero}, {group}{order} ({self.packing})"
 
 
+def mx_scheme(name: Literal["mxfp8", "mxfp4"], packing: str, activations: ActivationPrecision = "16bit") -> Scheme:
+    """An MX scheme; its name decides bits and groups. Arguments are attributes of `Scheme`."""
+    return Scheme(name, _MX_BITS[name], MX_BLOCK, packing, activations=activations)
+
+
 @dataclass(frozen=True, slots=True)
 class Activation:
     """The activation of an expert, between w13 and w2. `core.activations` has the formula of each name.

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from ..core.activations import with_defaults
-from ..core.problem import MX_BLOCK, Activation, Parallel, Problem, Routing, Scheme
+from ..core.problem import Activation, Parallel, Problem, Routing, Scheme, mx_scheme
 from ..core.sharding import shard_by_blocks, split_reasons
 from ..errors import MeasurementError, did_you_mean
 
@@ -221,9 +221,9 @@ def parse_scheme(name: str, activation: Activation) -> Scheme:
         MeasurementError: the name is unknown.
     """
     if name == "mxfp8":
-        return Scheme("mxfp8", 8, MX_BLOCK, "modelopt", activations="mxfp8")
+        return mx_scheme("mxfp8", "modelopt", "mxfp8")
     if name == "mxfp4":
-        return Scheme("mxfp4", 4, MX_BLOCK, "gpt_oss" if activation.interleaved else "compressed-tensors")
+        return mx_scheme("mxfp4", "gpt_oss" if activation.interleaved else "compressed-tensors")
     match = re.fullmatch(r"int([48])_(?:g([1-9]\d{0,4})|channel)", name)
     if match is None:
         remedy = f"Valid are {', '.join(SCHEME_NAMES)}, int4_channel, int8_channel and other group sizes"

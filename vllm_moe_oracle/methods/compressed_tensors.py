@@ -19,7 +19,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 
 from ..compat import current_adapter
 from ..compat.layer_context import current_layer
-from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
+from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme, mx_scheme
 from ..errors import CheckpointError
 from ..quantization.compressed_tensors import (
     COMPRESSED_PACKINGS,
@@ -44,7 +44,7 @@ SERVES = {
     ],
 }
 
-SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="compressed-tensors", activations="mxfp8")
+SCHEME = mx_scheme("mxfp8", "compressed-tensors", "mxfp8")
 """``mxfp8-quantized``: tensors like ModelOpt's MXFP8, with the same names."""
 
 

@@ -9,9 +9,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 
 from ..compat.layer_context import current_layer
-from ..core.problem import MX_BLOCK
+from ..core.problem import MX_BLOCK, mx_scheme
 from .compressed_tensors import declared_activations
-from .mxfp4 import BaseMxfp4MoEMethod, mxfp4_scheme
+from .mxfp4 import BaseMxfp4MoEMethod
 
 SERVES = {
     "schemes": ["mxfp4"],
@@ -30,4 +30,5 @@ class CompressedTensorsW4A4Mxfp4MoEMethod(BaseMxfp4MoEMethod, stock.CompressedTe
     def __init__(self, moe: Any) -> None:
         # The stock constructor would choose a backend by the GPU alone.
         self.group_size = MX_BLOCK
-        self.decide(moe, mxfp4_scheme("compressed-tensors", declared_activations(*current_layer(), default="mxfp4")))
+        declared = declared_activations(*current_layer(), default="mxfp4")
+        self.decide(moe, mx_scheme("mxfp4", "compressed-tensors", declared))

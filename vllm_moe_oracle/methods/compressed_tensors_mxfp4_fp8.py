@@ -9,8 +9,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 
 from ..compat.layer_context import current_layer
+from ..core.problem import mx_scheme
 from .compressed_tensors import declared_activations
-from .mxfp4 import BaseMxfp4MoEMethod, activation_precision, mxfp4_scheme
+from .mxfp4 import BaseMxfp4MoEMethod, activation_precision
 
 SERVES = {
     "schemes": ["mxfp4"],
@@ -34,4 +35,4 @@ class CompressedTensorsW4A8Mxfp4MoEMethod(BaseMxfp4MoEMethod, stock.CompressedTe
         declared = (
             activation_precision(activation_key) if layer is None else declared_activations(layer, name, "fp8_token")
         )
-        self.decide(moe, mxfp4_scheme("compressed-tensors", declared))
+        self.decide(moe, mx_scheme("mxfp4", "compressed-tensors", declared))

@@ -8,10 +8,10 @@ from typing import Any
 from vllm.model_executor.layers.quantization.inc.schemes import inc_mxfp4_moe as stock
 
 from ..compat import current_adapter
-from ..core.problem import MX_BLOCK
+from ..core.problem import MX_BLOCK, mx_scheme
 from ..errors import CheckpointError
 from ..quantization.auto_round import mx_activations
-from .mxfp4 import BaseMxfp4MoEMethod, mxfp4_scheme
+from .mxfp4 import BaseMxfp4MoEMethod
 
 SERVES = {
     "schemes": ["mxfp4"],
@@ -31,4 +31,4 @@ class INCMxfp4MoEMethod(BaseMxfp4MoEMethod, stock.INCMxfp4MoEMethod):
         if declared is None:
             rule = f"experts in MXFP4 with inputs of {config.get('act_bits')} bits, which no format has"
             raise CheckpointError(rule, "Check act_bits", "quantization_config")
-        self.decide(moe, mxfp4_scheme("auto-round", declared))
+        self.decide(moe, mx_scheme("mxfp4", "auto-round", declared))

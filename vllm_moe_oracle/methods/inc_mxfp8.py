@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.model_executor.layers.quantization.inc.schemes import inc_mxfp8_moe as stock
 
-from ..core.problem import MX_BLOCK, Scheme
+from ..core.problem import MX_BLOCK, mx_scheme
 from .base import OracleMoEMethod
 
 SERVES = {
@@ -15,7 +15,7 @@ SERVES = {
     "replaces": ["inc.schemes.inc_mxfp8_moe:INCMxfp8MoEMethod"],
 }
 
-SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="auto-round", activations="mxfp8")
+SCHEME = mx_scheme("mxfp8", "auto-round", "mxfp8")
 """AutoRound's MXFP8 is W8A8."""
 
 

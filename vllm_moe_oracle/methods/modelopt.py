@@ -10,7 +10,7 @@ from vllm.model_executor.layers.quantization import modelopt as stock
 
 from ..compat import current_adapter
 from ..compat.layer_context import set_current_layer
-from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
+from ..core.problem import MX_BLOCK, ActivationPrecision, mx_scheme
 from ..quantization import check_release
 from ..quantization.fields import matches_number_prefix
 from ..quantization.modelopt import MixedPrecision, modelopt_activation_precision, modelopt_exclusion_matcher
@@ -29,7 +29,7 @@ SERVES = {
     "replaces": ["modelopt:ModelOptMxFp8FusedMoE"],
 }
 
-SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="modelopt", activations="mxfp8")
+SCHEME = mx_scheme("mxfp8", "modelopt", "mxfp8")
 """ModelOpt's MXFP8 is W8A8: activations are quantized while serving."""
 
 

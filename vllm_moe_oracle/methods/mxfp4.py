@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization import mxfp4 as stock
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 from ..compat.layer_context import current_layer, set_current_layer
-from ..core.problem import E8M0_BIAS, MX_BLOCK, ActivationPrecision, Problem, Scheme
+from ..core.problem import E8M0_BIAS, MX_BLOCK, ActivationPrecision, Problem, Scheme, mx_scheme
 from ..core.sharding import shard_by_blocks, shard_size
 from ..errors import CheckpointError, SettingError
 from ..quantization.fields import exclusion_matcher, read_names
@@ -130,7 +130,7 @@ class _GptOssLayoutMoEMethod(BaseMxfp4MoEMethod):
             kwargs: likewise.
         """
         # The stock constructors would choose a backend by their own rules, and raise where they find none.
-        self.decide(moe, mxfp4_scheme(self.packing, activations_of_key(current_layer()[0], activation_key)))
+        self.decide(moe, mx_scheme("mxfp4", self.packing, activations_of_key(current_layer()[0], activation_key)))
 
 
 class GptOssMxfp4MoEMethod(_GptOssLayoutMoEMethod, stock.GptOssMxfp4MoEMethod):
@@ -145,16 +145,6 @@ class Mxfp4MoEMethod(_GptOssLayoutMoEMethod, stock.Mxfp4MoEMethod):
 
     packing = "mxfp4"
     weight_dtype = "mxfp4"
-
-
-def mxfp4_scheme(packing: str, activations: ActivationPrecision = "16bit") -> Scheme:
-    """The MXFP4 scheme of a checkpoint.
-
-    Args:
-        packing: names and shapes of its tensors; see `schemes.mxfp4`.
-        activations: precision that it declares for the experts' inputs.
-    """
-    return Scheme("mxfp4", bits=4, group_size=MX_BLOCK, packing=packing, activations=activations)
 
 
 def activations_of_key(layer: Any, activation_key: Any) -> ActivationPrecision:

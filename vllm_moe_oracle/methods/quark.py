@@ -12,11 +12,11 @@ from typing import Any
 from vllm.model_executor.layers.quantization.quark import quark_moe as stock
 
 from ..core.patterns import MatchBudget
-from ..core.problem import ActivationPrecision
+from ..core.problem import ActivationPrecision, mx_scheme
 from ..quantization.quark import exclusion_matcher
 from ..quantization.single_experts import check_exclusions
 from ..quantization.types import LayerNames
-from .mxfp4 import BaseMxfp4MoEMethod, activation_precision, mxfp4_scheme
+from .mxfp4 import BaseMxfp4MoEMethod, activation_precision
 
 SERVES = {
     "schemes": ["mxfp4"],
@@ -47,7 +47,7 @@ class QuarkOCP_MX_MoEMethod(BaseMxfp4MoEMethod, stock.QuarkOCP_MX_MoEMethod):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # The stock constructor would choose a backend by its own rules.
         moe = _bind_arguments(*args, **kwargs)["moe"]
-        self.decide(moe, mxfp4_scheme("quark", _activations_of_arguments(*args, **kwargs)))
+        self.decide(moe, mx_scheme("mxfp4", "quark", _activations_of_arguments(*args, **kwargs)))
         self.has_bias = bool(moe.has_bias)
 
 

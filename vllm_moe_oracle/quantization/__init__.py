@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ..core.problem import MX_BLOCK, Scheme
+from ..core.problem import Scheme, mx_scheme
 from ..errors import CheckpointError, DeploymentError, did_you_mean, short_repr
 from ..releases import min_versions
 from .fields import read_names, read_string, reject_nulls
@@ -50,8 +50,8 @@ FIRST_RELEASES = {
 quantizes at loading) and the scheme's name. What is not listed every supported release loads."""
 
 ONLINE_SCHEMES = {
-    "mxfp8": Scheme("mxfp8", 8, MX_BLOCK, "online", activations="mxfp8"),
-    "mxfp4": Scheme("mxfp4", 4, MX_BLOCK, "online", activations="mxfp4"),
+    "mxfp8": mx_scheme("mxfp8", "online", "mxfp8"),
+    "mxfp4": mx_scheme("mxfp4", "online", "mxfp4"),
 }
 """What the experts of a checkpoint in 16 bits become at loading, by vLLM's ``--quantization``. vLLM's own methods ask
 for kernels that quantize activations too."""

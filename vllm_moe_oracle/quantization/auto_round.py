@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..core.patterns import BoundedPattern, InvalidPatternError, MatchBudget, SearchList
-from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
+from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme, mx_scheme
 from ..errors import CheckpointError, short_repr, shortened
 from ..releases import min_versions
 from .fields import read_boolean, read_integer, read_string, reject_nulls
@@ -82,10 +82,10 @@ def _entry_format(config: Mapping[str, Any], where: str) -> Callable[[Mapping[st
         unread = _unread_mx(fields, where)
         activations = mx_activations(config, where)
         if width == 4 and activations is not None and not unread:
-            return Scheme("mxfp4", width, MX_BLOCK, "auto-round", activations=activations)
+            return mx_scheme("mxfp4", "auto-round", activations)
         # vLLM looks at the inputs of a config of 8 bits alone.
         if width == 8 and (bits == 4 or activations == "mxfp8") and not unread:
-            return Scheme("mxfp8", width, MX_BLOCK, "auto-round", activations="mxfp8")
+            return mx_scheme("mxfp8", "auto-round", "mxfp8")
         if not unread and width in (4, 8):
             unread = f" with inputs of {config.get('act_bits')} bits"
         return UnsupportedFormat(f"{data_type} of {width} bits{unread}")

@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 from ..core.patterns import MatchBudget, PatternList
-from ..core.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme, SchemeName
+from ..core.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme, mx_scheme
 from ..errors import CheckpointError, DeploymentError, short_repr, shortened
 from ..releases import min_versions
 from .fields import read_boolean, read_config_groups, read_integer, read_names, read_string, reject_nulls
@@ -362,8 +362,7 @@ def _mx_format(args: _Args, inputs: _Args | None, layout: str) -> ExpertFormat:
     activations = _activation_precision(inputs)
     if activations is None:
         return UnsupportedFormat(f"{layout or 'compressed-tensors'} {args.bits}-bit float with inputs in {inputs}")
-    name: SchemeName = "mxfp4" if args.bits == 4 else "mxfp8"
-    return Scheme(name, args.bits, MX_BLOCK, "compressed-tensors", activations=activations)
+    return mx_scheme("mxfp4" if args.bits == 4 else "mxfp8", "compressed-tensors", activations)
 
 
 def _integer_format(args: _Args, layout: str, actorder: object, where: str) -> Scheme:

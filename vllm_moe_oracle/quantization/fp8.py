@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.problem import MX_BLOCK, Scheme
+from ..core.problem import mx_scheme
 from .fields import exclusion_matcher, read_names, read_string
 from .types import FormatLookup, QuantConfigFormat
 from .unsupported import parse_unsupported
@@ -19,7 +19,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     if read_string(config, "expert_dtype", where) != "fp4" or read_string(config, "moe_quant_algo", where):
         return parse_unsupported(config, where)
     excluded = exclusion_matcher(read_names(config, ("modules_to_not_convert", "ignored_layers"), where), where)
-    scheme = Scheme("mxfp4", 4, MX_BLOCK, "mxfp4", activations="fp8")
+    scheme = mx_scheme("mxfp4", "mxfp4", "fp8")
     return lambda layer: None if layer.matches(excluded) else scheme
 
 

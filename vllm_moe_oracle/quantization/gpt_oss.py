@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.problem import MX_BLOCK, Scheme
+from ..core.problem import Scheme, mx_scheme
 from ..errors import CheckpointError, short_repr
 from .fields import exclusion_matcher, read_names
 from .types import FormatLookup, LayerNames, QuantConfigFormat
@@ -13,7 +13,7 @@ from .types import FormatLookup, LayerNames, QuantConfigFormat
 EXCLUSION_FIELDS = ("modules_to_not_convert", "ignored_layers")
 """Fields with the names of modules that are not quantized."""
 
-_SCHEME = Scheme("mxfp4", 4, MX_BLOCK, "gpt_oss")
+_SCHEME = mx_scheme("mxfp4", "gpt_oss")
 
 
 def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from ..core.patterns import MatchBudget, NameParts, WildcardPattern
-from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
+from ..core.problem import ActivationPrecision, Scheme, mx_scheme
 from ..errors import CheckpointError, DeploymentError, short_repr
 from ..releases import min_versions
 from .fields import (
@@ -197,7 +197,7 @@ _TAKEN_IN_PART = "FP8_BLOCK_SCALES"
 
 def _algorithm_format(algo: str, activations: ActivationPrecision) -> Scheme | UnsupportedFormat:
     if algo == "MXFP8":
-        return Scheme("mxfp8", 8, MX_BLOCK, "modelopt", activations=activations)
+        return mx_scheme("mxfp8", "modelopt", activations)
     return UnsupportedFormat(algo)
 
 

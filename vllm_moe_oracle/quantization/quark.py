@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..core.patterns import MatchBudget, PatternList, WildcardPattern
-from ..core.problem import MX_BLOCK, Scheme
+from ..core.problem import MX_BLOCK, mx_scheme
 from ..errors import CheckpointError, short_repr
 from .fields import any_at_or_below, has_wildcard, read_names, read_string
 from .single_experts import reject_some_experts
@@ -127,7 +127,7 @@ def _entry_format(entry: object, where: str) -> ExpertFormat:
         )
     mxfp4 = ("fp4", "per_group", MX_BLOCK)
     if kinds == [mxfp4] or (kinds == [mxfp4, mxfp4] and parts[1].get("is_dynamic") is True):
-        return Scheme("mxfp4", 4, MX_BLOCK, "quark", activations="mxfp4" if inputs is not None else "16bit")
+        return mx_scheme("mxfp4", "quark", "16bit" if inputs is None else "mxfp4")
     return UnsupportedFormat(f"quark {' with inputs in '.join(kind[0] or 'no dtype' for kind in kinds)}")
 
 
