@@ -47,8 +47,8 @@ def gpt_oss_priority(position: float, problem: Problem, device: Device, *, only:
 
 
 def marlin_mxfp4_priority(position: float, problem: Problem, device: Device) -> float:
-    """Priority of Marlin for MXFP4: first for the packings whose stock classes construct it without a list."""
-    constructed = device.kind == "cuda" and problem.scheme.packing in _MARLIN_PACKINGS
+    """Priority of Marlin for MXFP4: first where stock's method constructs it without a list."""
+    constructed = device.kind == "cuda" and is_constructed(problem, device)
     return position - 60.0 if constructed else position
 
 
