@@ -135,7 +135,7 @@ def tuned(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable
 
     def use(layers: list[Problem], *words: Any) -> tuple[Any, list[str]]:
         measured.clear()
-        monkeypatch.setattr(layer_arguments, "resolve_problems", lambda *arguments: layers)
+        monkeypatch.setattr(layer_arguments, "resolve_problems", lambda *arguments: dict.fromkeys(layers, ""))
         return run("tune", "a/model", *words, "--set", f"cache={tmp_path}"), measured
 
     monkeypatch.setattr(layer_arguments, "require_gpu", lambda _: device_of(100))

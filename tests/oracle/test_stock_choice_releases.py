@@ -22,7 +22,8 @@ from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, exists, load
 from tests.lib.stock_rules import machine, number
 from vllm_moe_oracle.core.problem import Activation, Problem, Scheme
 from vllm_moe_oracle.oracle.registry import default_registry
-from vllm_moe_oracle.oracle.stock_choice import choose_stock, load_refusal
+from vllm_moe_oracle.oracle.stock_choice import choose_stock
+from vllm_moe_oracle.oracle.stock_refusals import load_refusal
 from vllm_moe_oracle.releases import min_versions
 
 CT_MOE = "compressed_tensors/compressed_tensors_moe/compressed_tensors_moe"
@@ -160,7 +161,9 @@ def test_the_rules_choose_as_each_releases_code_on_cpus(
             [table.layer(model, shard) for model in table.models for shard in table.shards],
         )
         choices = [choose_stock(layer, cpu, default_registry()) for layer in layers]
-        refused = [load_refusal(layer, cpu, "") for layer in layers]  # of shards that cut groups, on any machine
+        refused = [
+            load_refusal(layer, cpu, default_registry()) for layer in layers
+        ]  # of shards that cut groups, on any machine
         assert [each.refusal for each in choices] == refused and "" in refused
         assert all(bool(each.unknown) != bool(each.refusal) for each in choices)
         return
@@ -194,7 +197,7 @@ def test_stocks_loader_takes_scales_of_other_features(packing: str, whole: int, 
     first = int(scales[0, 0]) * 32
     assert first != size
     layer = problem(scheme=Scheme("mxfp4", 4, 32, packing), intermediate_size=size, tp=ranks)
-    said = load_refusal(layer, machine(release, 90), "")
+    said = load_refusal(layer, machine(release, 90), default_registry())
     if packing == "compressed-tensors" or number(release) >= number(min_versions.STOCK_RULES_MXFP4):
         assert said.endswith(f"from feature {first} on for weights from feature {size} on")
     assert said.startswith("ranks cut scale groups of 32")

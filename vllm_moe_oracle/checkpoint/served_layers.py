@@ -10,13 +10,13 @@ from ..core.field_checks import check_fields, check_value
 from ..core.lora import targets_experts
 from ..core.measurement_set import MeasurementSet
 from ..core.overrides import first_match
-from ..core.problem import Device, Placement, Problem, features_for_stock
+from ..core.problem import Device, Placement, Problem
 from ..errors import LeftToStockError, NoBackendError, StandDown
 from ..measurements.lookup import find_measurements, profile_error
 from ..oracle.backend_names import check_backend_names
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
-from ..oracle.stock_choice import StockChoice, choose_stock, left_to_stock
+from ..oracle.stock_choice import StockChoice, asks_stock, choose_stock, left_to_stock
 from ..releases.all2all import effective_all2all, why_vllm_refuses
 from ..releases.supported import check_platform
 from ..settings import AUTO, Settings
@@ -242,7 +242,8 @@ def decide_layers(server: Server, layers: MoeLayers) -> list[ServedLayer]:
                 if kind not in evidence:
                     evidence[kind] = find_measurements(problem, server.device, settings)
                 declared = problem.with_activations(read.scheme.activations)  # a setting may replace them
-                stock = choose_stock(declared, server.device, default_registry(), backend, layers.method)
+                size = carried_hidden_size(problem, server.ranks.all2all)
+                stock = choose_stock(declared, server.device, default_registry(), backend, layers.method, size)
                 outcome = _outcome(server, problem, backend, stock, evidence[kind])
                 if error := dtype_refusal(problem, layers.method, server.device):
                     words = _words(error, outcome.candidates, problem)
@@ -267,8 +268,7 @@ def _outcome(
         is_rounded = carried_hidden_size(problem, all2all) > problem.hidden_size
         if exchange_refusal(problem, all2all, kind) is not None or not is_rounded:
             return Outcome(None, candidates, stock, error, _words(error, candidates, problem))
-        rounded = StockChoice(unknown="vLLM rounds the hidden size up for the all-to-all")
-        return _without_backend(server, problem, moe_backend, rounded, error, candidates)
+        return _without_backend(server, problem, moe_backend, stock, error, candidates)
     return Outcome(decision, candidates, stock)
 
 
@@ -289,20 +289,13 @@ def _without_backend(
 ) -> Outcome:
     """What becomes of a layer that no backend runs: it is left to stock vLLM, unless that is known not to run it."""
     failure, left_to = _words(error, candidates, problem), ""
-    features = features_for_stock(problem.lora, problem.parallel.is_batched, problem.unpadded_intermediate_size > 0)
-    words = left_to_stock(problem, server.device, stock)
-    # Not in place of a backend that the user names.
-    is_named = names_backends(server.settings) or (moe_backend != AUTO and not features)
+    asked = asks_stock(problem, server.device, server.settings, default_registry(), moe_backend)
     if server.stands_down:
         left_to, failure = STOCK_ITSELF, f"left to stock vLLM: {server.stands_down}"
-    elif words and not is_named:
-        left_to, failure = stock.stock_class if stock.runs else STOCK_ITSELF, f"{words}: {failure}"
-    elif not stock.may_run and not is_named and (features or server.device.kind == "cuda"):
+    elif asked and stock.may_run:
+        left_to = stock.stock_class if stock.runs else STOCK_ITSELF
+        failure = f"{left_to_stock(problem, stock)}: {failure}"
+    elif asked:
         said = f"runs {stock}, an emulation" if stock.stock_class else str(stock)
         failure = f"{failure}; stock vLLM {'cannot, either' if stock.refusal and stock.refusal in failure else said}"
     return Outcome(None, candidates, stock, error, failure, left_to)
-
-
-def names_backends(settings: Settings) -> bool:
-    """Whether the user names backends to run or not to run; layers that they cannot run are not left to stock vLLM."""
-    return settings.names_backends and settings.on_unavailable != "fallback"

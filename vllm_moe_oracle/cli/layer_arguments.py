@@ -27,9 +27,9 @@ from .output import write_error_text
 
 def resolve_problems(
     models: Sequence[str], ranks: Ranks, quantization: str = "", dtype: str = AUTO, ragged_shards: bool = False
-) -> list[Problem]:
+) -> dict[Problem, str]:
     """The layers that arguments name: by a checkpoint's folder or config.json, ``SCHEME:SHAPE[@tpN]``, or a shape's
-    name in all formats in which it is served.
+    name in all formats in which it is served. Each with vLLM's name of its checkpoint's quantization; "" without one.
 
     Args:
         models: the arguments.
@@ -44,7 +44,7 @@ def resolve_problems(
     ranks.check()
     asked, machine = read_dtype_option(dtype), detect.detect()
     tp, dp, ep = ranks.tp, ranks.dp, ranks.ep
-    found: list[Problem] = []
+    found: dict[Problem, str] = {}
     for word in models:
         if not word.strip():
             raise MeasurementError(
@@ -68,7 +68,7 @@ def resolve_problems(
             for each in (*layers.problems, *layers.mtp_problems):
                 if error := dtype_refusal(each, layers.method, machine):
                     raise error
-                found.append(each)
+                found[each] = layers.method
             continue
         if ep:
             rule = f"{word!r} names a layer whose experts are all on one rank"
@@ -87,7 +87,7 @@ def resolve_problems(
             named = _served_formats(word, tp)
         else:
             raise _unknown_name(word)
-        found += named if asked == AUTO else [dataclasses.replace(each, dtype=asked) for each in named]
+        found |= {each if asked == AUTO else dataclasses.replace(each, dtype=asked): "" for each in named}
     if not found:
         raise MeasurementError("there are no layers to measure")
     return found

@@ -169,18 +169,20 @@ class Verification:
     def _plan(self, declared: Problem) -> LayerPlan:
         """What is to be compared of a layer, given with the activations that its checkpoint declares."""
         problem = with_activations(declared, self.settings)
-        measurements = lookup.find_measurements(problem, self.device, self.settings)
-        left = ""
-        try:
-            if error := dtype_refusal(problem, self.layers.method, self.device):
-                raise error
-            return LayerPlan(problem, decide(problem, self.device, self.settings, AUTO, self.registry, measurements))
-        except NoBackendError as refusal:
-            words = f"{refusal.rule}. {refusal.remedy}" if refusal.remedy else refusal.rule
-            if error is None and asks_stock(problem, self.device, self.settings, self.registry):
-                stock = choose_stock(declared, self.device, self.registry, method=self.layers.method)
-                left = left_to_stock(problem, stock)
-            return LayerPlan(problem, None, left or words, is_stock=bool(left))
+        device, settings, method = self.device, self.settings, self.layers.method
+        refusal = dtype_refusal(problem, method, device)
+        if refusal is None:
+            measurements = lookup.find_measurements(problem, device, settings)
+            try:
+                return LayerPlan(problem, decide(problem, device, settings, AUTO, self.registry, measurements))
+            except NoBackendError as error:
+                refusal = error
+            if asks_stock(problem, device, settings, self.registry):
+                stock = choose_stock(declared, device, self.registry, method=method)
+                if left := left_to_stock(problem, stock):
+                    return LayerPlan(problem, None, left, is_stock=True)
+        words = f"{refusal.rule}. {refusal.remedy}" if refusal.remedy else refusal.rule
+        return LayerPlan(problem, None, words)
 
     def _identity(self, config: CheckpointFiles) -> str:
         parts: list[Any] = [

@@ -133,7 +133,8 @@ class OracleMoEMethod(StockFallback):
             self.settings = chosen = settings.load(additional_config=self.adapter.additional_config())
             declared = scheme.activations
             scheme, requested_by = self._requested_scheme(scheme)
-            self.problem = problem = self._refine_problem(self.adapter.problem(moe, layer, name, scheme))
+            problem = self._refine_problem(self.adapter.problem(moe, layer, name, scheme))
+            self.problem = problem.with_activations(declared)
             require_lora(problem, moe.moe_parallel_config.all2all_backend)
         # vLLM's classes refuse LoRA by this flag, which vLLM sets for every layer.
         moe.is_lora_enabled = problem.lora

@@ -15,7 +15,8 @@ from ..core.problem import PADDED_EXPERTS, Problem
 from ..devices import detect
 from ..errors import NoBackendError, sanitize
 from ..oracle.registry import default_registry
-from ..oracle.stock_choice import is_loadable, load_refusal
+from ..oracle.stock_choice import is_loadable, names_backend
+from ..oracle.stock_refusals import load_refusal
 from ..verification import process_state
 from . import load_summary, weight_loading
 
@@ -24,7 +25,7 @@ class StockFallback(FusedMoEMethodBase):
     """The base of `base.OracleMoEMethod`: a construction that may make an instance of the stock class instead.
 
     Attributes:
-        problem: the layer, as soon as it is known.
+        problem: the layer as its checkpoint declares it, as soon as it is known.
     """
 
     problem: Problem | None = None
@@ -69,7 +70,8 @@ class StockFallback(FusedMoEMethodBase):
 
         Args:
             error: why not.
-            problem: the layer, with the hidden size that vLLM gives it; None where it is not known.
+            problem: the layer as its checkpoint declares it, with the hidden size that vLLM gives it; None where it is
+                not known.
             features: what only some backends support and the layer needs.
             args: arguments of the constructor.
             kwargs: likewise.
@@ -90,7 +92,8 @@ class StockFallback(FusedMoEMethodBase):
         if method is not None and problem is not None:
             chosen = getattr(getattr(method, "experts_cls", None), "__name__", "")
             # Which experts move, the method itself says.
-            ending = load_refusal(dataclasses.replace(problem, eplb=False), detect.detect(), chosen)
+            asked = dataclasses.replace(problem, eplb=False)
+            ending = load_refusal(asked, detect.detect(), default_registry(), chosen)
             if problem.eplb and not getattr(method, "supports_eplb", False):
                 ending = "it does not support EPLB"
             if ending:
@@ -129,15 +132,7 @@ def _is_layer_config(value: Any) -> bool:
 
 
 def _has_explicit_choice(moe_backend: str) -> bool:
-    """Whether the user chose backends of ours: a layer that they cannot run is an error, not left to stock vLLM.
-
-    Args:
-        moe_backend: vLLM's ``--moe-backend``. Stock vLLM follows it where none of our backends has the name.
-    """
+    """Whether the user chose backends of ours: see `names_backend`."""
     chosen = settings.load(additional_config=current_adapter().additional_config())
-    if chosen.on_unavailable == "fallback":
-        return False
     with process_state.kept():  # the first question imports third parties' backends
-        named = any(moe_backend in each.vllm_names for each in default_registry())
-    # Stock vLLM does not know which kernels must not be chosen.
-    return named or chosen.names_backends
+        return names_backend(chosen, default_registry(), moe_backend)

@@ -2,9 +2,9 @@
 
 Whatever says something of stock asks `choose_stock`, so that no two answers differ. The wrappers of stock's classes say
 what those can do, and their order is stock's (`stock_wrappers`). What stock asks besides, by the layer's packing, is
-here, and what its methods refuse after they have chosen (`load_refusal`), which a server asks, too. A test compares the
-rules with the code of vLLM's releases. Where they do not reach, the answer says so: other releases, AutoRound's
-integers, `--moe-backend`.
+here, and what its methods refuse after they have chosen is in `stock_refusals`. A test compares the rules with the code
+of vLLM's releases. Where they do not reach, the answer says so: other releases, AutoRound's integers, kernels that
+`--moe-backend` names.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..backends import Backend
-from ..backends._marlin import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE
 from ..backends._stock import StockBackend
 from ..backends._stock_priority import (
-    CUTLASS_MULTIPLE,
-    CUTLASS_MXFP4,
     EMULATED_MXFP4,
     GPT_OSS_PACKINGS,
     class_without_wrapper,
@@ -26,8 +23,7 @@ from ..backends._stock_priority import (
 from ..backends._stock_rules import STOCK_GATED, STOCK_UNGATED
 from ..core.decision import Candidate, Decision, Reason
 from ..core.lora import MISAPPLIED_BY_VLLM
-from ..core.problem import MX_BLOCK, Device, Problem, features_for_stock
-from ..core.sharding import has_act_order, scale_group_size
+from ..core.problem import Device, Problem, features_for_stock
 from ..releases import min_versions
 from ..releases.min_versions import vllm_at_least_on
 from ..releases.supported import NEWEST
@@ -35,19 +31,14 @@ from ..settings import AUTO, Settings
 from .checked_backend import is_own, unchecked
 from .registry import Registry
 from .selection import evaluate_candidates
-
-_KNOWN_SINCE = {
-    "mxfp8": min_versions.STOCK_RULES_MXFP8,
-    "mxfp4": min_versions.STOCK_RULES_MXFP4,
-    "wna16": min_versions.STOCK_RULES_WNA16,
-}
-"""The first release whose choice on a GPU the rules give, by scheme."""
+from .stock_refusals import KNOWN_SINCE, evenly_sharded, is_known, load_refusal
 
 _NOT_ASKED = frozenset(
     {
         "activation.parameters",
         "activation.parameters.vllm_version",
         "activation_quantization",
+        "dtype",
         "expert_parallel.placement",
         "expert_parallel.uneven",
         "intermediate.padded",
@@ -56,7 +47,8 @@ _NOT_ASKED = frozenset(
     }
 )
 """Codes of reasons for which a wrapper refuses a layer that the class behind it takes. Most such layers get wrong
-numbers there: the class ignores what the reason names. Padded experts do not."""
+numbers there: the class ignores what the reason names. Padded experts do not, and a dtype ends the first call
+(`load_refusal`)."""
 
 _PADDED = frozenset({"group.intermediate", "alignment.intermediate"})
 """Codes that stock's lists do not ask in MXFP4, and its methods for ModelOpt and MoeWNA16 ask later."""
@@ -72,11 +64,16 @@ _BATCH_INVARIANT = {
 }
 """Classes behind wrappers that claim batch invariance, which nothing here proves, and the first release that does."""
 
-_NO_WHOLE_GROUPS = "ValueError: CompressedTensors WNA16 MoE with static group scales requires whole groups"
-"""What stock says where it makes the weights of such shards; its oldest releases have other words."""
-
-_WITH_EPLB = ("mxfp4", "quark", "online")
-"""Packings whose stock methods move experts between ranks, whatever class they run."""
+_MAY_RUN_MXFP4 = {
+    "b12x": min_versions.MOE_BACKENDS_FOR_MXFP4,
+    "deep_gemm_mega_moe": min_versions.OLDEST_RELEASE,
+    "flashinfer_moe_ep_cutedsl": min_versions.MOE_EP_CUTEDSL,
+    "flashinfer_moe_ep_mega_cutedsl": min_versions.MOE_BACKENDS_FOR_MXFP4,
+    "flashinfer_moe_ep_mega_deep_gemm": min_versions.MOE_BACKENDS_FOR_MXFP4,
+}
+"""Values of ``--moe-backend`` with which stock may run MXFP4 experts by a class that no backend here wraps, or in the
+model's own code, and the first release that has each. Its lists refuse all other values that no backend here has: they
+do not know them, or their kernels are for other makers' GPUs."""
 
 _LISTED_FOR_HALVES = frozenset(
     {"FLASHINFER_TRTLLM_MXFP4_MXFP8", "DEEPGEMM_MXFP4", "MARLIN", "BATCHED_MARLIN", "HUMMING"}
@@ -123,8 +120,16 @@ class StockChoice:
         return f"{self.backend} ({self.stock_class})" if self.backend else self.stock_class
 
 
+_NOT_KNOWN = StockChoice(unknown="nothing here has its rules for such layers on this machine")
+
+
 def choose_stock(
-    problem: Problem, device: Device, registry: Registry, moe_backend: str = AUTO, method: str = ""
+    problem: Problem,
+    device: Device,
+    registry: Registry,
+    moe_backend: str = AUTO,
+    method: str = "",
+    carried_size: int = 0,
 ) -> StockChoice:
     """What stock vLLM does with a layer.
 
@@ -134,51 +139,98 @@ def choose_stock(
         registry: the backends.
         moe_backend: vLLM's ``--moe-backend``.
         method: vLLM's name of the checkpoint's quantization, which reads AutoRound's integers by other rules.
+        carried_size: the hidden size to which vLLM rounds the layer's up for an all-to-all, after it has chosen a
+            class and before it makes weights.
     """
-    problem, scheme = _evenly_sharded(problem), problem.scheme
-    none = StockChoice(unknown="nothing here has its rules for such layers on this machine")
+    problem, scheme = evenly_sharded(problem), problem.scheme
+    made = replace(problem, hidden_size=max(problem.hidden_size, carried_size))
+    if is_constructed(problem, device):  # the method asks no class
+        problem = made
     others = tuple(each.name for each in registry if not is_own(each))
     asked = Settings(allow_activation_quantization=True, disable=others)
     candidates = evaluate_candidates(problem, device, asked, registry)
     lost = (reason.detail for each in candidates for reason in each.reasons if reason.code in _NOT_LOADED)
-    if refusal := next(lost, "") or _unsupported_gpu(problem, device):
+    if refusal := next(lost, "") or _without_kernels(device):
         return StockChoice(refusal=refusal)
     if method == "inc" and scheme.name == "wna16":
-        return none
-    if (scheme.name, scheme.packing) == ("mxfp4", "online") and not _is_known(device, min_versions.ONLINE_MXFP4):
-        return none
-    if moe_backend != AUTO:
-        # Which experts move depends on the class; what the layer's weights need does not.
-        refusal = load_refusal(replace(problem, eplb=False), device, "")
-        chosen = StockChoice(unknown=f"--moe-backend {moe_backend} chooses its kernel")
-        return StockChoice(refusal=refusal) if refusal else chosen
-    if device.kind == "cpu" and _is_known(device, min_versions.STOCK_RULES_ON_CPU):
-        return _on_cpu(problem, device) or none
-    found = None
-    if device.kind == "cuda" and _is_known(device, _KNOWN_SINCE[scheme.name]):
-        found = _apart_from_lists(problem, device) or _listed(
-            stock_wrappers(candidates, registry), problem, device, registry
-        )
-    stock_class = found.stock_class if found else ""
-    refusal = (found.refusal if found else "") or load_refusal(problem, device, stock_class)
-    return StockChoice(refusal=refusal) if refusal else found or none
+        return _NOT_KNOWN
+    if (scheme.name, scheme.packing) == ("mxfp4", "online") and not is_known(device, min_versions.ONLINE_MXFP4):
+        return _NOT_KNOWN
+    if moe_backend != AUTO and _reads_name(moe_backend, problem, device):
+        refusal = load_refusal(replace(made, eplb=False), device, registry)  # its class may move experts
+        if refusal := refusal or _name_refusal(moe_backend, problem, device, registry):
+            return StockChoice(refusal=refusal)
+        return StockChoice(unknown=f"--moe-backend {moe_backend} chooses its kernel")
+    found = _class_for(problem, device, registry, candidates) or _NOT_KNOWN
+    if found.refusal or _is_known_cpu(device):
+        return found
+    refusal = load_refusal(made, device, registry, found.stock_class)
+    return StockChoice(refusal=refusal) if refusal else found
 
 
-def left_to_stock(problem: Problem, device: Device, stock: StockChoice) -> str:
-    """That a server leaves a layer that no backend runs to stock vLLM, in words; "" where it does not. On a CPU it asks
-    stock vLLM only where a feature needs it.
+def _is_known_cpu(device: Device) -> bool:
+    return device.kind == "cpu" and is_known(device, min_versions.STOCK_RULES_ON_CPU)
+
+
+def _class_for(
+    problem: Problem, device: Device, registry: Registry, candidates: Iterable[Candidate]
+) -> StockChoice | None:
+    """The class that stock chooses by itself, or why it has none for the layer; None where that is not known."""
+    if _is_known_cpu(device):
+        return _on_cpu(problem, device)
+    if device.kind != "cuda" or not is_known(device, KNOWN_SINCE[problem.scheme.name]):
+        return None
+    wrappers = stock_wrappers(candidates, registry)
+    return _apart_from_lists(problem, device) or _listed(wrappers, problem, device, registry)
+
+
+def names_backend(settings: Settings, registry: Registry, moe_backend: str = AUTO) -> bool:
+    """Whether the user names backends here to run or not to run: a layer that they cannot run is an error, not left to
+    stock vLLM, which knows none that must not be chosen.
+
+    Args:
+        settings: the user's.
+        registry: the backends.
+        moe_backend: vLLM's ``--moe-backend``, which stock vLLM follows where no backend here has the name.
+    """
+    if settings.on_unavailable == "fallback":
+        return False
+    return settings.names_backends or any(moe_backend in each.vllm_names for each in registry)
+
+
+def asks_stock(
+    problem: Problem, device: Device, settings: Settings, registry: Registry, moe_backend: str = AUTO
+) -> bool:
+    """Whether a server asks stock vLLM for a layer that no backend runs: on a GPU whatever the reason, on a CPU where a
+    feature of the layer needs it. Neither in place of a backend that the user names, but `--moe-backend` means stock's
+    own kernel for a layer with such a feature.
 
     Args:
         problem: the layer.
         device: the machine.
+        settings: the user's.
+        registry: the backends.
+        moe_backend: vLLM's ``--moe-backend``.
+    """
+    needs = _needs(problem)
+    return bool(needs or device.kind == "cuda") and not names_backend(
+        settings, registry, AUTO if needs else moe_backend
+    )
+
+
+def left_to_stock(problem: Problem, stock: StockChoice) -> str:
+    """That a server leaves a layer to stock vLLM, for which it asks (`asks_stock`), in words; "" where stock vLLM is
+    known not to run it.
+
+    Args:
+        problem: the layer.
         stock: what stock vLLM does with it.
     """
-    needs = features_for_stock(problem.lora, problem.parallel.is_batched, problem.unpadded_intermediate_size > 0)
-    if not stock.may_run or not (needs or device.kind == "cuda"):
+    if not stock.may_run:
         return ""
-    does = (
-        f"which runs {stock.stock_class} here" if stock.runs else f"if stock vLLM can run {' and '.join(needs) or 'it'}"
-    )
+    does = f"which runs {stock.stock_class} here"
+    if stock.unknown:
+        does = f"if stock vLLM can run {' and '.join(_needs(problem)) or 'it'}"
     return f"left to stock vLLM, {does}"
 
 
@@ -218,28 +270,37 @@ def assume_stock(decision: Decision, device: Device, registry: Registry) -> Stoc
     return StockChoice(registry[name].stock_class.rpartition(":")[2], name)
 
 
-def _evenly_sharded(problem: Problem) -> Problem:
-    """The layer as stock vLLM shards it: ragged shards are even ones, rounded down."""
-    if not problem.ragged_intermediate_size:
-        return problem
-    even = problem.ragged_intermediate_size // problem.parallel.tp
-    return replace(problem, intermediate_size=even, ragged_intermediate_size=0)
+def _needs(problem: Problem) -> list[str]:
+    """What the layer needs that no or few backends here support, in words."""
+    return features_for_stock(problem.lora, problem.parallel.is_batched, problem.unpadded_intermediate_size > 0)
 
 
-def _is_known(device: Device, since: str) -> bool:
-    """Whether a machine's release is one of those that the rules are of. One without a known vLLM has the newest."""
-    return vllm_at_least_on(device, since) and not min_versions.is_unreleased_on(device)
-
-
-def _unsupported_gpu(problem: Problem, device: Device) -> str:
-    """Why stock runs no such layer on an old GPU, whose classes ask less; "" on others."""
-    if device.kind != "cuda" or device.capability >= 80:
-        return ""
-    if device.capability < 75:
-        return f"the wheels of vLLM and PyTorch have kernels from sm_75 on, none for sm_{device.capability}"
+def _reads_name(moe_backend: str, problem: Problem, device: Device) -> bool:
+    """Whether stock's method of a layer reads a value of ``--moe-backend``."""
     if problem.scheme.name == "wna16":
+        return vllm_at_least_on(device, min_versions.TRITON_WNA16_LISTED)
+    return not is_constructed(problem, device) or _may_run_by_name(moe_backend, problem, device)
+
+
+def _name_refusal(moe_backend: str, problem: Problem, device: Device, registry: Registry) -> str:
+    """Why stock's list of kernels refuses a value of ``--moe-backend``; "" where it is not known to."""
+    if _may_run_by_name(moe_backend, problem, device) or any(moe_backend in each.vllm_names for each in registry):
         return ""
-    return f"its kernels for {problem.scheme.name} are in bfloat16, which needs sm_80; this is sm_{device.capability}"
+    scheme = problem.scheme.name
+    return f"--moe-backend {moe_backend} names none of its kernels for {scheme} experts on such a machine (ValueError)"
+
+
+def _may_run_by_name(moe_backend: str, problem: Problem, device: Device) -> bool:
+    """Whether stock may run a layer with a value of ``--moe-backend`` that no backend here has."""
+    since = _MAY_RUN_MXFP4.get(moe_backend, "") if problem.scheme.name == "mxfp4" else ""
+    return bool(since) and vllm_at_least_on(device, since)
+
+
+def _without_kernels(device: Device) -> str:
+    """Why stock's wheels run no layer on an old GPU, whose classes ask less; "" on others."""
+    if device.kind != "cuda" or device.capability >= 75:
+        return ""
+    return f"the wheels of vLLM and PyTorch have kernels from sm_75 on, none for sm_{device.capability}"
 
 
 def _on_cpu(problem: Problem, device: Device) -> StockChoice | None:
@@ -265,7 +326,7 @@ def _apart_from_lists(problem: Problem, device: Device) -> StockChoice | None:
     """What stock decides without its list of kernels, or with a class that no backend here wraps."""
     scheme = problem.scheme
     if scheme.packing == "gptq" and scheme.act_order == "group":
-        return StockChoice(refusal="ValueError: desc_act=True is no longer supported")
+        return StockChoice(refusal="ValueError: GPTQ group activation ordering (desc_act=True) is no longer supported")
     name = class_without_wrapper(problem, device)
     return StockChoice(name) if name else None
 
@@ -296,10 +357,8 @@ def _listed(wrappers: list[Candidate], problem: Problem, device: Device, registr
                 continue
             if not asked:
                 return StockChoice(backend.stock_class_name, backend.name)
-            words = "; ".join(reason.detail for reason in asked)
-            if {reason.code for reason in asked} == {"dtype"}:
-                return StockChoice(refusal=f"{backend.stock_class_name} {words}, and vLLM does not ask")
             if is_constructed(problem, device):
+                words = "; ".join(reason.detail for reason in asked)
                 rule = f"{backend.stock_class_name} does not take it, and its method does not ask"
                 return StockChoice(refusal=f"{rule} ({words})")
     if scheme.name == "wna16" and scheme.bits not in (4, 8):
@@ -357,84 +416,6 @@ def _came_later(backend: StockBackend, problem: Problem, device: Device) -> bool
     """Whether the class of a newer release takes a layer's activation, which that of the machine's does not claim."""
     newest = replace(device, packages={**device.packages, "vllm": NEWEST})
     return "activation.parameters" not in {reason.code for reason in backend.check(problem, newest).reasons}
-
-
-def load_refusal(problem: Problem, device: Device, stock_class: str) -> str:
-    """The error with which stock ends after it has chosen a class, when it makes or fills the layer's weights or first
-    calls them, or why it would fill them with others; "" where neither is known.
-
-    Args:
-        problem: the layer.
-        device: the machine.
-        stock_class: the name of the class; "" where it is not known.
-    """
-    problem, scheme = _evenly_sharded(problem), problem.scheme
-    size, is_marlin = problem.intermediate_size, "Marlin" in stock_class
-    moves = scheme.packing in _WITH_EPLB or (scheme.name == "wna16" and stock_class == "TritonWNA16Experts")
-    moves &= scheme.packing not in ("gptq", "awq", "moe_wna16")
-    moves |= scheme.packing == "compressed-tensors" and scheme.name == "mxfp4" and not is_constructed(problem, device)
-    if problem.eplb and not moves and _is_known(device, _KNOWN_SINCE[scheme.name]):
-        return f"NotImplementedError: EPLB is not supported (by its method for {scheme.packing} experts)"
-    if scheme.packing == "compressed-tensors-int":
-        return "ValueError: For Fused MoE layers, only format: pack-quantized is supported"
-    loses_order = scheme.packing == "moe_wna16" or vllm_at_least_on(device, min_versions.LINEAR_WITHOUT_ACT_ORDER)
-    if has_act_order(problem) and loses_order:
-        return "its kernels do not reorder input features, as act order by group needs"
-    if refusal := _cut_groups(problem):
-        return refusal
-    if is_marlin and scheme.name == "mxfp8" and not problem.activation.gated and size % 64:
-        return f"RuntimeError: {size} rows of non-gated experts are padded as if they were twice as many"
-    if scheme.packing == "compressed-tensors" and scheme.name == "wna16":
-        if scheme.group_size == -1 and stock_class and not is_marlin:
-            return f'AssertionError: weight_quant.strategy == "group" ({stock_class})'
-        if size % max(scheme.group_size, 1):
-            return _NO_WHOLE_GROUPS
-    return _constructed_refusal(problem, stock_class) if is_constructed(problem, device) else ""
-
-
-def _constructed_refusal(problem: Problem, stock_class: str) -> str:
-    """The same of a class for MXFP4 that stock's method takes without asking it."""
-    size, hidden = problem.intermediate_size, problem.hidden_size
-    if stock_class == CUTLASS_MXFP4:
-        if problem.lora:
-            return f"AssertionError: {CUTLASS_MXFP4} does not support LoRA"
-        if hidden % CUTLASS_MULTIPLE or size % CUTLASS_MULTIPLE:
-            sizes = f"hidden size {hidden} and intermediate size {size}"
-            return f"RuntimeError: scales are tiled by {CUTLASS_MULTIPLE} rows and features, and {sizes} are not padded"
-    if stock_class == "MarlinExperts":
-        if not problem.activation.gated:
-            return "AssertionError: weight.shape == (e, size_n, size_k // 2): experts without a gate count twice"
-        if hidden % HIDDEN_MULTIPLE or size % INTERMEDIATE_MULTIPLE:
-            needs = f"hidden size a multiple of {HIDDEN_MULTIPLE}, intermediate size one of {INTERMEDIATE_MULTIPLE}"
-            return f"RuntimeError: Marlin needs the {needs}; {hidden} and {size} are not padded"
-    return ""
-
-
-def _cut_groups(problem: Problem) -> str:
-    """What comes of it that ranks cut scale groups; "" where they do not, or where stock loads such shards: gpt-oss's
-    code shards by blocks, and weights in 16 bits are quantized to MXFP4 after they are padded."""
-    scheme, size, ranks = problem.scheme, problem.intermediate_size, problem.parallel.tp
-    group = scale_group_size(problem)
-    if (problem.hidden_size % group == 0 == size % group) or has_act_order(problem):
-        return ""
-    if scheme.name == "wna16":
-        if scheme.packing == "compressed-tensors":
-            return _NO_WHOLE_GROUPS
-        return f"AssertionError: group_size >= 32 (ranks cut groups of {scheme.group_size}, which it halves to 32)"
-    if scheme.name == "mxfp8" and scheme.packing == "modelopt":
-        return f"ValueError: MXFP8 MoE requires intermediate_size_per_partition divisible by 32, got {size}"
-    if scheme.packing == "online":
-        rule = "ValueError: Online MXFP8 MoE requires hidden/intermediate sizes divisible by 32."
-        return rule if scheme.name == "mxfp8" else ""
-    if scheme.name == "mxfp4" and problem.activation.interleaved:
-        return ""
-    columns = problem.unsharded_intermediate_size // MX_BLOCK // ranks
-    return (
-        f"ranks cut scale groups of {MX_BLOCK}: its loader gives rank 1 the scales from feature {columns * MX_BLOCK} "
-        f"on for weights from feature {size} on"
-        if ranks > 1
-        else f"sizes {problem.hidden_size} and {size} are no whole scale groups of {MX_BLOCK}"
-    )
 
 
 def _no_kernel(scheme: str) -> str:

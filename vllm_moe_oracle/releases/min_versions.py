@@ -94,6 +94,12 @@ MODELOPT_EXCLUDE_MODULES = "0.33.0"
 MODELOPT_MIXED_MXFP8 = "0.25.1"
 """ModelOpt's config of mixed precision has MXFP8. Before, it takes such layers for unquantized ones."""
 
+MOE_BACKENDS_FOR_MXFP4 = "0.29.0"
+"""``--moe-backend`` has ``b12x``, and kernels of FlashInfer that exchange tokens themselves, for MXFP4."""
+
+MOE_EP_CUTEDSL = "0.32.0"
+"""The same option has ``flashinfer_moe_ep_cutedsl``."""
+
 ONLINE_MXFP4 = "0.28.0"
 """vLLM quantizes a checkpoint in 16 bits to MXFP4 while it loads: ``--quantization mxfp4``."""
 

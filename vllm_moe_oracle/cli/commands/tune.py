@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -10,7 +11,6 @@ import typer
 
 from ...checkpoint.layer_names import compact_layer_names
 from ...checkpoint.ranks import Ranks
-from ...checkpoint.served_layers import names_backends
 from ...core.problem import Device, Problem
 from ...devices import detect
 from ...errors import MeasurementError, NoBackendError
@@ -21,7 +21,7 @@ from ...measurements.kernel_shape import KernelShape, RoutingKind, Sample, kerne
 from ...measurements.store import Store
 from ...oracle.registry import default_registry
 from ...oracle.selection import decide
-from ...oracle.stock_choice import choose_stock, left_to_stock
+from ...oracle.stock_choice import asks_stock, choose_stock, left_to_stock
 from ...settings import AUTO, Settings, cache_dir, env_var, set_batch_invariant
 from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, layer_arguments, output
 from ..arguments import (
@@ -138,8 +138,8 @@ def command(
     from ...measuring import tuning  # needs torch
 
     set_batch_invariant(batch_invariant)
-    problems = _named_problems(models, shapes, Ranks(tp, dp, ep), quantization, dtype, tiles, chosen)
-    problems = [layer_arguments.apply_settings(each, chosen) for each in problems]
+    named = _named_problems(models, shapes, Ranks(tp, dp, ep), quantization, dtype, tiles, chosen)
+    problems = [layer_arguments.apply_settings(each, chosen) for each in named]
     options = _tune_options(tokens, routing, replays, budget, jobs, remeasure)
     tuning.check_token_counts(options.token_counts)
     if export is not None:
@@ -151,7 +151,7 @@ def command(
     options = dataclasses.replace(options, tiles=tiles, gpus=layer_arguments.parse_gpus(gpus) or (None,))
     _note_unused_profiles(profile or [], known, device)
     store = _open_store(chosen)
-    problems = _without_stocks(problems, device, chosen)
+    problems = _without_stocks(named, device, chosen)
     with layer_arguments.progress_bar(as_json) as report:
         outcomes = tuning.tune(problems, device, chosen, store, options, known, report)
     if export is not None:
@@ -200,8 +200,8 @@ def _named_problems(
     dtype: str,
     tiles: int,
     settings: Settings,
-) -> list[Problem]:
-    """The layers to measure.
+) -> dict[Problem, str]:
+    """The layers to measure, as `layer_arguments.resolve_problems` gives them.
 
     Raises:
         OracleError: no layer is named, a name is unknown, or options contradict each other.
@@ -216,24 +216,26 @@ def _named_problems(
             raise MeasurementError(rule, "Leave it out, or name a model", useless[0])
     if tiles < 0:
         raise MeasurementError(f"{tiles} tile configurations are not possible", "Give 0 or more", "--tiles")
-    problems = []
+    found = dict.fromkeys(model_shapes.served_problems(), "") if shapes else {}
     if models:
-        problems = layer_arguments.resolve_problems(models, ranks, quantization, dtype, settings.ragged_shards)
-    return problems + (model_shapes.served_problems() if shapes else [])
+        found |= layer_arguments.resolve_problems(models, ranks, quantization, dtype, settings.ragged_shards)
+    return found
 
 
-def _without_stocks(problems: list[Problem], device: Device, settings: Settings) -> list[Problem]:
-    """The layers without those that a server leaves to stock vLLM, for which times decide nothing; a note says why."""
+def _without_stocks(named: Mapping[Problem, str], device: Device, settings: Settings) -> list[Problem]:
+    """The layers as they are served, without those that a server leaves to stock vLLM, for which times decide nothing;
+    a note says why."""
     measured: list[Problem] = []
     left: dict[str, list[str]] = {}
-    for problem in problems:
-        to_stock = ""
-        if not names_backends(settings):
+    registry = default_registry()
+    for read, method in named.items():
+        problem, to_stock = layer_arguments.apply_settings(read, settings), ""
+        if asks_stock(problem, device, settings, registry):
             try:
                 decide(problem, device, settings)
             except NoBackendError:
-                stock = choose_stock(problem, device, default_registry())
-                to_stock = left_to_stock(problem, device, stock)
+                declared = problem.with_activations(read.scheme.activations)
+                to_stock = left_to_stock(problem, choose_stock(declared, device, registry, method=method))
         if to_stock:
             left.setdefault(to_stock, []).append(problem.layer)
         else:
