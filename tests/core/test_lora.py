@@ -25,20 +25,23 @@ DEVICES = [known_device("nvidia-a100"), H200, B200, CPU]
 
 
 @pytest.mark.parametrize(
-    "target", ["q_proj", "qkv_proj", "o_proj", "gate_up_proj", "mlp.down_proj", "lm_head", "model"]
+    ("targets", "layer", "reached"),
+    [
+        *(
+            ([target], LAYER, False)
+            for target in ("q_proj", "qkv_proj", "o_proj", "gate_up_proj", "mlp.down_proj", "lm_head", "model", "ffn")
+        ),
+        # Names of experts, and names that may be theirs.
+        *(
+            (["q_proj", target], LAYER, True)
+            for target in ("experts", LAYER, f"{LAYER}.7.down_proj", "shared_expert", "mlp", "routed_experts")
+        ),
+        (["ffn"], "model.layers.0.ffn", True),  # a layer of another name is known by its last part
+        ([], LAYER, False),
+    ],
 )
-def test_other_modules_are_no_experts(target: str) -> None:
-    assert not targets_experts([target], LAYER)
-
-
-@pytest.mark.parametrize("target", ["experts", LAYER, f"{LAYER}.7.down_proj", "shared_expert", "mlp", "routed_experts"])
-def test_names_of_experts_and_names_that_may_be_theirs_count(target: str) -> None:
-    assert targets_experts(["q_proj", target], LAYER)
-
-
-def test_a_layer_of_another_name_is_known_by_its_last_part() -> None:
-    assert targets_experts(["ffn"], "model.layers.0.ffn") and not targets_experts(["ffn"], LAYER)
-    assert not targets_experts([], LAYER)
+def test_experts_are_reached_by_their_names(targets: list[str], layer: str, reached: bool) -> None:
+    assert targets_experts(targets, layer) is reached
 
 
 def held(experts: int, ranks: int, rank: int, placement: Placement) -> list[int]:

@@ -36,12 +36,6 @@ def test_every_e2m1_code() -> None:
     assert [reference.e2m1_value(c) for c in range(16)] == positive + [-v for v in positive]
 
 
-def test_decoders_refuse_other_types() -> None:
-    for decode in (reference.decode_e4m3, reference.decode_e8m0, reference.decode_e2m1):
-        with pytest.raises(TypeError, match="int8"):
-            decode(np.zeros(32, dtype=np.int8))
-
-
 def test_dequantize_gives_each_block_its_own_scale() -> None:
     codes = np.full((2, 64), 0x38, dtype=np.uint8)  # 1.0 everywhere
     scales = np.array([[127, 128], [0, 254]], dtype=np.uint8)
@@ -54,11 +48,6 @@ def test_dequantize_mxfp4() -> None:
     np.testing.assert_array_equal(
         reference.dequantize_mxfp4(packed, np.array([[126]], dtype=np.uint8)), [[0.5, 3.0] * 16]
     )
-
-
-def test_dequantize_refuses_scales_of_the_wrong_shape() -> None:
-    with pytest.raises(ValueError, match="blocks of 32"):
-        reference.dequantize_mxfp8(np.zeros((2, 64), np.uint8), np.zeros((2, 4), np.uint8))
 
 
 # --- Quantization ----------------------------------------------------------------------------------------------------
@@ -130,11 +119,6 @@ def test_nothing_to_quantize(shape: tuple[int, ...]) -> None:
     assert reference.dequantize_mxfp8(codes, scales).shape == shape
 
 
-def test_quantize_refuses_incomplete_blocks() -> None:
-    with pytest.raises(ValueError, match="48"):
-        reference.quantize_mxfp8(np.zeros((1, 48)))
-
-
 # --- Activations -----------------------------------------------------------------------------------------------------
 
 
@@ -183,21 +167,6 @@ def test_clamps() -> None:
 def test_no_overflow_far_from_zero() -> None:
     with np.errstate(all="raise", under="ignore"):
         assert reference.activate("silu_no_mul", np.array([[-1e4, 1e4]])).tolist() == [[0.0, 1e4]]
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("tanh", {}),
-        ("silu", {"alpha": 1.0}),
-        ("gelu", {"limit": 1.0}),
-        ("relu2_no_mul", {"limit": 1.0}),
-        ("swigluoai_uninterleave", {}),
-    ],
-)
-def test_parameters_without_meaning_are_refused(name: str, parameters: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=name):
-        reference.activate(name, np.zeros((1, 4)), **parameters)
 
 
 # --- The layer -------------------------------------------------------------------------------------------------------
@@ -293,14 +262,6 @@ def test_quantized_activations_round_both_inputs() -> None:
     ours = reference.moe(**case, quantize_activations="ceil")
     np.testing.assert_allclose(ours, expected, rtol=1e-10, atol=1e-12)
     assert np.abs(ours - reference.moe(**case)).max() > 1e-3
-
-
-def test_shapes_that_do_not_fit() -> None:
-    case = layer()
-    with pytest.raises(ValueError, match="w13"):
-        reference.moe(**case, activation="relu2_no_mul")
-    with pytest.raises(ValueError, match="topk_ids"):
-        reference.moe(**{**case, "topk_ids": case["topk_ids"][:3]})
 
 
 # --- A checkpoint ----------------------------------------------------------------------------------------------------

@@ -102,15 +102,6 @@ def test_experts_are_chosen_by_token(tokens: torch.Tensor, gate: Any) -> None:
     assert (spread.max() > 0.1) == (gate == "paired")
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [({"experts": 3}, "experts is 3"), ({"gate": "even"}, "gate is 'even'"), ({"kv_heads": 2}, "kv_heads is 2")],
-)
-def test_sizes_that_do_not_fit(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        smollm2.mixture(1, **given)
-
-
 @pytest.mark.full
 def test_transformers_reads_the_same_numbers_from_the_file() -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

@@ -129,30 +129,6 @@ def test_tokenizer(checkpoint: Path) -> None:
     assert tokenizer.eos_token_id == 1 and len(tokenizer) == 64
 
 
-@pytest.mark.parametrize(
-    ("choices", "message"),
-    [
-        ({"arch": "gpt5"}, "qwen3_moe"),
-        ({"format": "fp8"}, "mxfp8, bf16"),
-        ({"tag": "quark"}, "modelopt_mxfp8"),
-        ({"dtype": "int8"}, "bfloat16"),
-    ],
-)
-def test_unknown_choices(choices: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        write_checkpoint(tmp_path / "never", **choices)
-    assert not (tmp_path / "never").exists()
-
-
-@pytest.mark.parametrize(
-    "dimensions",
-    [{"intermediate": 48}, {"hidden": 144}, {"hidden": 96}, {"top_k": 9}, {"kv_heads": 3}, {"head_dim": 20}],
-)
-def test_sizes_that_do_not_come_out_even(dimensions: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=next(iter(dimensions))):
-        Size(**dimensions)
-
-
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--layers", "1", "--experts", "4", "--intermediate", "96", "--tag", "mxfp8", "--experts-only"]
     assert checkpoints.main([str(tmp_path), *arguments]) == 0

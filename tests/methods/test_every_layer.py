@@ -147,11 +147,15 @@ def test_the_first_layer_is_called_once_more_and_an_only_one_is_not(run: Any, mo
         assert len(again) == (0 if mode == "off" else calls)
 
 
-def test_right_layers_pass_and_none_keeps_its_check_beyond_the_load(run: Any) -> None:
+def test_right_layers_pass_and_no_check_outlives_the_load_or_its_layer(run: Any) -> None:
     _, loads = run
     methods, count = loads(Faulty("right"))
     assert count == 3
     assert [method.installed for method, _ in methods] == [None] * 3
+    layers = [weakref.ref(layer) for _, layer in methods]
+    methods.clear()
+    gc.collect()
+    assert [each() for each in layers] == [None] * 3
 
 
 class Converted:
@@ -185,15 +189,6 @@ def test_a_layer_that_comes_again_begins_another_pass(monkeypatch: pytest.Monkey
     assert again == ["first"] * 3
     load_caches.end_load()
     assert first.installed is second.installed is None
-
-
-def test_a_check_keeps_no_layer_alive(run: Any) -> None:
-    _, loads = run
-    methods, _ = loads(Faulty("right"))
-    layers = [weakref.ref(layer) for _, layer in methods]
-    methods.clear()
-    gc.collect()
-    assert [each() for each in layers] == [None] * 3
 
 
 def test_tensors_that_vllm_has_moved_are_not_read(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

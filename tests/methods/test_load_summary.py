@@ -115,15 +115,6 @@ def test_the_last_line_names_the_layers_of_each_backend(release: Release, caplog
     assert warning.endswith(": model.layers.7-8.mlp.experts")
 
 
-def test_layers_left_to_stock_vllm_are_named(release: Release, caplog: pytest.LogCaptureFixture) -> None:
-    load_model(release, names(2), load({}), stock=["model.layers.7.mlp.experts"])
-    assert "moe_oracle: 2 of 3 MoE layers run through the oracle: fast x 2 (model.layers.0-1.mlp.experts)" in words(
-        caplog
-    )
-    (warning,) = words(caplog, logging.WARNING)
-    assert "1 MoE layers" in warning and warning.endswith(": model.layers.7.mlp.experts")
-
-
 def test_a_fallback_is_a_warning_also_in_a_group_that_was_announced(
     release: Release, caplog: pytest.LogCaptureFixture
 ) -> None:
