@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..core import activations
 from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Activation, Problem, Routing, Scheme, are_groups_ignored
-from ..core.sharding import pads_experts, shard_by_blocks, shard_by_scale_groups
+from ..core.sharding import loader_shards_by_blocks, pads_experts, shard_by_blocks, shard_by_scale_groups
 from ..errors import CheckpointError, DeploymentError, short_repr, shortened
 from ..quantization.fields import read_boolean, read_string
 from ..quantization.gpt_oss import reject_compressed_tensors
@@ -149,9 +149,7 @@ def layer_problem(
             if scheme.rows_are_separable:  # as the methods do: rows that alternate are put apart when they are loaded
                 problem = replace(problem, activation=replace(problem.activation, interleaved=False))
             return shard_by_scale_groups(problem) if ragged_shards else problem
-        # As the method does: gpt-oss's loader shards between blocks.
-        by_blocks = scheme.name == "mxfp4" and problem.activation.interleaved
-        return shard_by_blocks(problem) if by_blocks else problem
+        return shard_by_blocks(problem) if loader_shards_by_blocks(problem) else problem
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise

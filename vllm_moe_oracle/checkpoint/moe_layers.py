@@ -173,9 +173,9 @@ def _find_moe_layers(
         raise CheckpointError(rule, "Use fewer: --tp times --dp are all ranks", config.where)
     counted = [] if unread else layers
     miscounted = check_expert_counts(config, counted, in_files)
-    said, packed = ([unread], False) if unread else _notes_on_files(config, layers, kinds)
-    said += miscounted
-    notes = (*_notes(config, layers, online, packed, dtype[1]), *said)
+    file_notes, packed = ([unread], False) if unread else _notes_on_files(config, layers, kinds)
+    file_notes += miscounted
+    notes = (*_notes(config, layers, online, packed, dtype[1]), *file_notes)
     if config.model_type == EVEN_SPLIT_MODEL_TYPE and any(problem.scheme.name == "wna16" for problem in problems):
         rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "
         notes += (f"{rule}weight_packed): loading fails: the weights are reported as missing",)
@@ -183,16 +183,18 @@ def _find_moe_layers(
     if refused:  # whether linear layers are quantized at all is not looked at here: a note, and no more
         notes += (f"a server does not start, unless the files leave all layers but experts unquantized: {refused}",)
     return MoeLayers(
-        problems,
-        tuple(each.name for each in layers if each.format is None),
-        {each.name: each.format.format for each in layers if isinstance(each.format, UnsupportedFormat)},
-        method,
-        notes,
-        mtp_problems,
-        refused,
-        tuple(said),
-        tuple(config.architectures),
-        tuple(each.name for each in absent_layers(config, counted, in_files)),
+        problems=problems,
+        unquantized=tuple(each.name for each in layers if each.format is None),
+        unsupported_formats={
+            each.name: each.format.format for each in layers if isinstance(each.format, UnsupportedFormat)
+        },
+        method=method,
+        notes=notes,
+        mtp_problems=mtp_problems,
+        refused=refused,
+        notes_on_files=tuple(file_notes),
+        architectures=tuple(config.architectures),
+        absent_drafts=tuple(each.name for each in absent_layers(config, counted, in_files)),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from packaging.version import InvalidVersion, Version
@@ -157,34 +157,30 @@ def package_at_least(installed: str, minimum: str) -> bool:
         return False
 
 
-def _format_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason]:
-    reasons = []
+def _format_reasons(capabilities: Capabilities, problem: Problem) -> Iterator[Reason]:
     scheme = problem.scheme
     if problem.dtype not in capabilities.dtypes:
         detail = f"takes {_join(capabilities.dtypes)} activations, the model has {problem.dtype}"
-        reasons.append(Reason("dtype", detail, f"--dtype {capabilities.dtypes[0]}"))
+        yield Reason("dtype", detail, f"--dtype {capabilities.dtypes[0]}")
     if capabilities.bits and scheme.bits not in capabilities.bits:
-        reasons.append(Reason("bits", f"takes {_join(capabilities.bits)}-bit codes, the checkpoint has {scheme.bits}"))
+        yield Reason("bits", f"takes {_join(capabilities.bits)}-bit codes, the checkpoint has {scheme.bits}")
     if capabilities.groups and scheme.group_size not in capabilities.groups:
         detail = f"takes scale groups of {_join(capabilities.groups)}, the checkpoint has {scheme.group_size}"
-        reasons.append(Reason("group", detail))
+        yield Reason("group", detail)
     if scheme.name in ("mxfp8", "wna16") and problem.activation.interleaved:
         read = "MXFP8 is" if scheme.name == "mxfp8" else f"{scheme.packing} integers are"
-        detail = f"{read} read as gate rows, then up rows; those of {problem.activation.name} alternate"
-        reasons.append(Reason("rows", detail))
+        yield Reason("rows", f"{read} read as gate rows, then up rows; those of {problem.activation.name} alternate")
     if scheme.zero_points and not capabilities.zero_points:
-        reasons.append(Reason("zero_points", "does not apply zero points, the checkpoint has them"))
+        yield Reason("zero_points", "does not apply zero points, the checkpoint has them")
     # With one scale per output row, the order of input features is irrelevant.
     if scheme.act_order not in capabilities.act_orders and scheme.group_size != -1:
         detail = f"act order {scheme.act_order} is not implemented (only {_join(capabilities.act_orders)})"
         if scheme.act_order == "none":
             detail = "this layer has no act order, which the kernel needs"
-        reasons.append(Reason("act_order", detail))
-    return reasons
+        yield Reason("act_order", detail)
 
 
-def _layer_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason]:
-    reasons = []
+def _layer_reasons(capabilities: Capabilities, problem: Problem) -> Iterator[Reason]:
     activation = problem.activation
     names = capabilities.gated if activation.gated else capabilities.ungated
     if activation.name not in names:
@@ -192,69 +188,59 @@ def _layer_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason]
         detail = f"takes {other} activations only, the layer's {activation.name} is {kind}"
         if names:
             detail = f"takes {kind} {_join(names)}, the layer has {activation.name}"
-        reasons.append(Reason("activation", detail))
+        yield Reason("activation", detail)
     elif not capabilities.activation_params and any(
         value is not None for value in (activation.alpha, activation.beta, activation.limit)
     ):
         detail = f"does not pass the activation's alpha, beta or limit to its kernel, the layer has {activation}"
-        reasons.append(Reason("activation.parameters", detail))
+        yield Reason("activation.parameters", detail)
     elif undefined := undefined_parameters(activation):
         detail = (
             f"the formula of {activation} is not defined for its {_join(undefined)}: a layer states what the formula "
             "has, in numbers that are finite in float32, and a limit above 0"
         )
-        reasons.append(Reason("activation.parameters.undefined", detail))
+        yield Reason("activation.parameters.undefined", detail)
     if problem.has_bias and not capabilities.bias:
-        reasons.append(Reason("bias", "does not add expert biases, the layer has them"))
+        yield Reason("bias", "does not add expert biases, the layer has them")
     if problem.num_experts % capabilities.experts_multiple:
         detail = f"{problem.num_experts} experts are not a multiple of {capabilities.experts_multiple}"
-        reasons.append(Reason("experts.multiple", detail))
+        yield Reason("experts.multiple", detail)
     if capabilities.max_experts is not None and problem.num_experts > capabilities.max_experts:
         detail = f"takes at most {capabilities.max_experts} experts, the layer has {problem.num_experts}"
-        reasons.append(Reason("experts.max", detail))
+        yield Reason("experts.max", detail)
     if capabilities.max_top_k is not None and problem.top_k > capabilities.max_top_k:
         detail = f"takes at most {capabilities.max_top_k} experts per token, the layer has {problem.top_k}"
-        reasons.append(Reason("top_k.max", detail))
-    return reasons
+        yield Reason("top_k.max", detail)
 
 
 WITHOUT_LORA = "name the modules of the adapters in --lora-target-modules, without experts, or leave out --enable-lora"
 """What the user can do where experts cannot have LoRA adapters."""
 
 
-def _deployment_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason]:
-    reasons = []
+def _deployment_reasons(capabilities: Capabilities, problem: Problem) -> Iterator[Reason]:
     parallel, routing = problem.parallel, problem.routing
     if parallel.format not in capabilities.formats:
         detail = f"needs activations in the {_join(capabilities.formats)} format, the layer's are {parallel.format}"
-        reasons.append(Reason("format", detail, "another --all2all-backend"))
+        yield Reason("format", detail, "another --all2all-backend")
     if parallel.ep > 1 and not capabilities.expert_parallel:
         detail = f"does not handle experts of other ranks (expert parallelism over {parallel.ep} ranks)"
-        reasons.append(Reason("expert_parallel", detail, "tensor parallelism"))
+        yield Reason("expert_parallel", detail, "tensor parallelism")
     if capabilities.routing_methods is not None and routing.method not in capabilities.routing_methods:
-        detail = (
-            f"routes inside its kernel by {_join(capabilities.routing_methods)}; the layer routes by {routing.method}"
-        )
-        reasons.append(Reason("routing", detail))
+        methods = _join(capabilities.routing_methods)
+        yield Reason("routing", f"routes inside its kernel by {methods}; the layer routes by {routing.method}")
     if routing.apply_router_weight_on_input and not capabilities.apply_router_weight_on_input:
-        reasons.append(
-            Reason(
-                "apply_router_weight_on_input",
-                "multiplies the output by the router's weight; the layer multiplies the input",
-            )
-        )
+        detail = "multiplies the output by the router's weight; the layer multiplies the input"
+        yield Reason("apply_router_weight_on_input", detail)
     elif routing.apply_router_weight_on_input and problem.top_k > 1:
         detail = f"vLLM multiplies a token's input by one weight; the layer has {problem.top_k} for each token"
-        reasons.append(Reason("apply_router_weight_on_input.top_k", detail))
-    for name, wanted, able, remedy in (
-        ("lora", problem.lora, capabilities.lora, WITHOUT_LORA),
-        ("eplb", problem.eplb, capabilities.eplb, "serve without --enable-eplb"),
-        ("batch_invariant", problem.batch_invariant, capabilities.batch_invariant, "unset VLLM_BATCH_INVARIANT"),
+        yield Reason("apply_router_weight_on_input.top_k", detail)
+    for name, words, remedy in (
+        ("lora", "LoRA on experts", WITHOUT_LORA),
+        ("eplb", "EPLB", "serve without --enable-eplb"),
+        ("batch_invariant", "batch invariance", "unset VLLM_BATCH_INVARIANT"),
     ):
-        if wanted and not able:
-            words = {"lora": "LoRA on experts", "eplb": "EPLB", "batch_invariant": "batch invariance"}[name]
-            reasons.append(Reason(name, f"{words} is requested and not supported", remedy))
-    return reasons
+        if getattr(problem, name) and not getattr(capabilities, name):
+            yield Reason(name, f"{words} is requested and not supported", remedy)
 
 
 def _shape_reasons(
@@ -303,7 +289,7 @@ def violations(
     def of_deployment(problem: Problem, siblings: bool = True) -> list[Reason]:
         broken = (rule for rule in rules if (siblings or not rule.has_sibling) and rule.violated(problem, device))
         own = [Reason(rule.code, rule.detail(problem, device), rule.remedy) for rule in broken]
-        return _deployment_reasons(capabilities, problem) + own
+        return [*_deployment_reasons(capabilities, problem), *own]
 
     reasons = device_reasons(capabilities, device)
     reasons += _format_reasons(capabilities, problem)

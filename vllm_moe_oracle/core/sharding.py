@@ -184,7 +184,7 @@ def _resharded(problem: Problem, parallel: Parallel) -> Iterator[Problem]:
         )
         yield shard_by_scale_groups(even) if problem.ragged_intermediate_size else even
     share = _first_shard_size(full, ranks, MX_BLOCK)
-    if _loader_shards_by_blocks(problem) and share:
+    if loader_shards_by_blocks(problem) and share:
         yield dataclasses.replace(problem, intermediate_size=share, ragged_intermediate_size=full, parallel=parallel)
 
 
@@ -263,7 +263,7 @@ def _first_shard_size(whole: int, ranks: int, block: int) -> int:
     return 0 if whole % block or share * (ranks - 1) >= whole else share
 
 
-def _loader_shards_by_blocks(problem: Problem) -> bool:
+def loader_shards_by_blocks(problem: Problem) -> bool:
     """Whether the model's loader shards at blocks when equal shards would split one: gpt-oss's MXFP4."""
     return problem.scheme.name == "mxfp4" and problem.activation.interleaved
 

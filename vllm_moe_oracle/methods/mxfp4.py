@@ -19,7 +19,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 from ..compat.layer_context import current_layer, set_current_layer
 from ..core.problem import E8M0_BIAS, MX_BLOCK, ActivationPrecision, Problem, Scheme, mx_scheme
-from ..core.sharding import shard_by_blocks, shard_size
+from ..core.sharding import loader_shards_by_blocks, shard_by_blocks, shard_size
 from ..errors import CheckpointError, SettingError
 from ..quantization.fields import exclusion_matcher, read_names
 from ..quantization.gpt_oss import EXCLUSION_FIELDS, reject_compressed_tensors, reject_excluded_experts
@@ -75,8 +75,7 @@ class BaseMxfp4MoEMethod(OracleMoEMethod):
         if problem.even_expert_split:
             reject_compressed_tensors(problem.scheme, problem.layer)
         problem = super()._refine_problem(problem)
-        # Interleaved rows come from gpt-oss's loader.
-        return shard_by_blocks(problem) if problem.activation.interleaved else problem
+        return shard_by_blocks(problem) if loader_shards_by_blocks(problem) else problem
 
     def _register_parameters(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
         """As the stock class does, with a bias loader that accepts biases of single experts in every release."""
