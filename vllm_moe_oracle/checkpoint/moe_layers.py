@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Problem, Scheme
 from ..errors import (
@@ -141,13 +142,10 @@ def find_moe_layers(
 
 
 def _find_moe_layers(
-    config: CheckpointFiles,
-    ranks: Ranks,
-    ragged_shards: bool,
-    online: str,
-    vllm: str | None,
-    dtype: tuple[str, str],
+    config: CheckpointFiles, ranks: Ranks, ragged_shards: bool, online: str, vllm: str | None, served: tuple[str, str]
 ) -> MoeLayers:
+    """See `find_moe_layers`; `served` is from `served_dtype`."""
+    dtype, dtype_note = served
     _check_readable(config, online, vllm)
     layers = expert_layers(config, vllm)
     format_of, method = _expert_formats(config, online, vllm)
@@ -160,7 +158,7 @@ def _find_moe_layers(
     layers = [replace(each, format=None if each.name in plain else format_of(each.names)) for each in layers]
     problems, mtp_problems = (
         tuple(
-            layer_problem(each, each.format, ranks, dtype[0], ragged_shards, vllm)
+            layer_problem(each, each.format, ranks, dtype, ragged_shards, vllm)
             for each in layers
             if each.is_mtp == is_mtp and isinstance(each.format, Scheme)
         )
@@ -175,7 +173,7 @@ def _find_moe_layers(
     miscounted = check_expert_counts(config, counted, in_files)
     file_notes, packed = ([unread], False) if unread else _notes_on_files(config, layers, kinds)
     file_notes += miscounted
-    notes = (*_notes(config, layers, online, packed, dtype[1]), *file_notes)
+    notes = (*_notes(config, layers, online, packed, dtype_note), *file_notes)
     if config.model_type == EVEN_SPLIT_MODEL_TYPE and any(problem.scheme.name == "wna16" for problem in problems):
         rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "
         notes += (f"{rule}weight_packed): loading fails: the weights are reported as missing",)
@@ -329,7 +327,10 @@ _SERVED = "This plugin serves experts in MXFP8, MXFP4 and integers with 16-bit a
 def _expert_formats(config: CheckpointFiles, online: str, vllm: str | None) -> tuple[FormatLookup, str]:
     """What each layer's experts are stored as, or become while they load, and vLLM's name for the quantization. The
     lookup raises DeploymentError for a format that the release does not load."""
-    format_of, method = _described_formats(config, online)
+    if config.quantization is None:
+        format_of, method = _formats_at_loading(config, online), online
+    else:
+        format_of, method = _stored_formats(config, *config.quantization, online)
 
     def loaded(layer: LayerNames) -> ExpertFormat:
         found = format_of(layer)
@@ -339,23 +340,26 @@ def _expert_formats(config: CheckpointFiles, online: str, vllm: str | None) -> t
     return loaded, method
 
 
-def _described_formats(config: CheckpointFiles, online: str) -> tuple[FormatLookup, str]:
-    """`_expert_formats`, whatever the release."""
-    where = config.where
-    if config.quantization is None:
-        if online in ONLINE_SCHEMES and config.model_type == EVEN_SPLIT_MODEL_TYPE:
-            rule = "vLLM's loader of gpt-oss copies experts in 16 bits past the loader that would quantize them"
-            raise DeploymentError(rule, "Serve the checkpoint in MXFP4 that OpenAI publishes", where)
-        if online in ONLINE_SCHEMES:
-            return lambda layer: ONLINE_SCHEMES[online], online
-        if online in UNSUPPORTED_ONLINE:
-            return lambda layer: UnsupportedFormat(online), online
-        if online:
-            rule = f"--quantization {short_repr(online)} is not supported"
-            valid = f"{did_you_mean(online, ONLINE_SCHEMES)}For a checkpoint in 16 bits, valid are "
-            raise CheckpointError(rule, valid + ", ".join((*ONLINE_SCHEMES, *UNSUPPORTED_ONLINE)), where)
-        return lambda layer: None, ""
-    quantization, source = config.quantization
+def _formats_at_loading(config: CheckpointFiles, online: str) -> FormatLookup:
+    """What experts of a checkpoint in 16 bits become while they load."""
+    if online in ONLINE_SCHEMES and config.model_type == EVEN_SPLIT_MODEL_TYPE:
+        rule = "vLLM's loader of gpt-oss copies experts in 16 bits past the loader that would quantize them"
+        raise DeploymentError(rule, "Serve the checkpoint in MXFP4 that OpenAI publishes", config.where)
+    if online in ONLINE_SCHEMES:
+        return lambda layer: ONLINE_SCHEMES[online]
+    if online in UNSUPPORTED_ONLINE:
+        return lambda layer: UnsupportedFormat(online)
+    if online:
+        rule = f"--quantization {short_repr(online)} is not supported"
+        valid = f"{did_you_mean(online, ONLINE_SCHEMES)}For a checkpoint in 16 bits, valid are "
+        raise CheckpointError(rule, valid + ", ".join((*ONLINE_SCHEMES, *UNSUPPORTED_ONLINE)), config.where)
+    return lambda layer: None
+
+
+def _stored_formats(
+    config: CheckpointFiles, quantization: Mapping[str, Any], source: str, online: str
+) -> tuple[FormatLookup, str]:
+    """What a quantized checkpoint's experts are stored as, and vLLM's name for the quantization."""
     if config.model_type in _FP4_EXPERT_MODELS:
         quantization = {"expert_dtype": config.model_config.get("expert_dtype") or "fp4", **quantization}
     is_kimi_k3 = _KIMI_K3_ARCHITECTURE in config.architectures
@@ -363,22 +367,21 @@ def _described_formats(config: CheckpointFiles, online: str) -> tuple[FormatLook
         # vLLM reads what compressed-tensors stored as a checkpoint that is tagged so.
         quantization = {**quantization, "quant_method": "mxfp4"}
     format_of, method = parse_config(quantization, source), vllm_method_name(quantization)
-    if config.model_type == "gpt_oss" and method == "mxfp4":  # for which vLLM has a config class of its own
+    is_gpt_oss = config.model_type == "gpt_oss"
+    if is_gpt_oss and method == "mxfp4":  # for which vLLM has a config class of its own
         format_of = parse_config({**quantization, "quant_method": "gpt_oss_mxfp4"}, source)
-    others = METHOD_ALIASES.get(method, ())
-    if config.model_type != "gpt_oss":
-        others = tuple(name for name in others if not name.startswith("gpt_oss"))
+    others = [name for name in METHOD_ALIASES.get(method, ()) if is_gpt_oss or not name.startswith("gpt_oss")]
     if online not in ("", method, *others):
         rule = f"it is quantized already, as {method}, and --quantization is {short_repr(online)}"
-        raise DeploymentError(rule, f"Leave --quantization out, or say {' or '.join((method, *others))}", where)
+        raise DeploymentError(rule, f"Leave --quantization out, or say {' or '.join((method, *others))}", config.where)
     named = online if method in ("gptq", "awq") and online else method
     return (with_moe_wna16_packing(format_of) if online == "moe_wna16" else format_of), named
 
 
 def _notes(
-    config: CheckpointFiles, layers: Sequence[ExpertLayer], online: str, packed: bool, on_dtype: str
+    config: CheckpointFiles, layers: Sequence[ExpertLayer], online: str, packed: bool, dtype_note: str
 ) -> Iterable[str]:
-    """Notes on the config; `packed`: the files of layers that it leaves out hold quantized experts; `on_dtype`: see
+    """Notes on the config; `packed`: the files of layers that it leaves out hold quantized experts; `dtype_note`: from
     `served_dtype`."""
     yield from config.notes
     left = "which are left to stock vLLM, unaffected by this plugin"
@@ -400,7 +403,7 @@ def _notes(
     if config.quantization is not None:
         yield from config_notes(*config.quantization)
     routing = topk_method_note(config), groups_note(config, count_experts(config, 0))
-    yield from filter(None, (on_dtype, null_activation_note(config), *routing))
+    yield from filter(None, (dtype_note, null_activation_note(config), *routing))
     mtp_count = next((config.model_config[name] for name in MTP_COUNT_FIELDS if config.model_config.get(name)), 0)
     if isinstance(mtp_count, int) and mtp_count > 0 and config.model_type not in MTP_MODELS:
         yield f"layers of the {mtp_count} multi-token-prediction module(s) are not listed"
