@@ -99,18 +99,19 @@ def all_gather(group: RankGroup, topic: str, compute: Callable[[], Any]) -> list
         raise
     if group.size == 1:
         return [value]
-    deadline = time.monotonic() + group.timeout
-    sent = _send(group, {"topic": topic, "value": value})
+    exchange = _Exchange(group, topic)
+    exchange.send({"value": value})
     with _remark_if_late(group, topic) as waiting_for:
         try:
             messages = {}
-            for rank in sent:
+            for rank in exchange.pending:
                 waiting_for[:] = [rank]
-                messages[rank] = _receive(group, rank, topic, deadline)
+                messages[rank] = exchange.receive(rank)
         except RankSyncError:
-            _deliver_failure(group, sent, topic)
+            exchange.deliver_failure()
             raise
-        _wait_all(sent, group, topic, deadline)
+        for rank in exchange.pending:
+            exchange.wait_sent(rank)
     for rank, message in messages.items():
         if "raised" in message:
             raise RankSyncError(f"rank {rank} gave up at {message['topic']}: {message['raised']}", "", topic)
@@ -147,11 +148,12 @@ def notify_failure(group: RankGroup, topic: str, error: BaseException) -> None:
     # Another package's message may be anything.
     words = f"{type(error).__name__}: {error}" if isinstance(error, OracleError) else describe_error(error)
     setattr(error, _NOTIFIED_ATTRIBUTE, True)
+    exchange = _Exchange(group, topic)
     try:
-        sent = _send(group, {"topic": topic, "raised": words})
+        exchange.send({"raised": words})
     except RankSyncError:  # the others will time out; this rank's own exception matters more
         return
-    _deliver_failure(group, sent, topic, drain=True)
+    exchange.deliver_failure(drain=True)
 
 
 @contextmanager
@@ -194,80 +196,80 @@ def _remark_if_late(group: RankGroup, topic: str) -> Iterator[list[int]]:
         timer.cancel()
 
 
-def _deliver_failure(group: RankGroup, sent: dict[int, list[Any]], topic: str, drain: bool = False) -> None:
-    """Waits for a few seconds until the other ranks have received a message, before this rank raises.
+class _Exchange:
+    """A message of this rank to each other one on a topic, and theirs to this rank, within the group's timeout.
 
-    Args:
-        group: the ranks.
-        sent: from `_send`.
-        topic: the topic.
-        drain: also receive what the others send: gloo completes a send only with its receive.
+    Attributes:
+        pending: torch's handles of the sends by rank, with the tensors, which must live until they are sent.
     """
-    deadline = time.monotonic() + min(_NOTIFY_SECONDS, group.timeout)
-    for rank, works in sent.items():
-        try:
-            if drain:
-                _receive(group, rank, topic, deadline)
-            _wait_all({rank: works}, group, topic, deadline)
-        except RankSyncError:  # a rank that is gone, or that will time out
-            continue
 
+    def __init__(self, group: RankGroup, topic: str) -> None:
+        self._group, self._topic = group, topic
+        self._deadline = time.monotonic() + group.timeout
+        self.pending: dict[int, list[tuple[Any, ...]]] = {}
 
-def _send(group: RankGroup, message: dict[str, Any]) -> dict[int, list[Any]]:
-    """Starts to send a message to every other rank, its length and then its bytes; returns the pending sends by
-    rank."""
-    content = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-    length = torch.tensor([content.numel()], dtype=torch.int64, device="cpu")
-    sent = {}
-    for rank in range(group.size):
-        if rank != group.rank:
+    def send(self, message: dict[str, Any]) -> None:
+        """Starts to send a message to every other rank, its length and then its bytes."""
+        text = json.dumps({"topic": self._topic, **message})
+        content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        length = torch.tensor([content.numel()], dtype=torch.int64, device="cpu")
+        for rank in range(self._group.size):
+            if rank != self._group.rank:
+                try:
+                    send = self._group.process_group.send
+                    works = [send([length], rank, _TAG), send([content], rank, _TAG + 1)]
+                except RuntimeError as error:
+                    raise self._connection_lost(rank, error) from error
+                self.pending[rank] = [(work, length, content) for work in works]
+
+    def receive(self, rank: int) -> dict[str, Any]:
+        """The message of another rank."""
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._receive_into(rank, length, _TAG)
+        content = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
+        self._receive_into(rank, content, _TAG + 1)
+        message: dict[str, Any] = json.loads(bytes(content.tolist()))
+        return message
+
+    def wait_sent(self, rank: int) -> None:
+        """Waits until another rank has received the message."""
+        for work in self.pending[rank]:
+            self._wait(work, rank)
+
+    def deliver_failure(self, drain: bool = False) -> None:
+        """Waits for a few seconds until the other ranks have received the message, before this rank raises.
+
+        Args:
+            drain: also receive what the others send: gloo completes a send only with its receive.
+        """
+        self._deadline = time.monotonic() + min(_NOTIFY_SECONDS, self._group.timeout)
+        for rank in self.pending:
             try:
-                send = group.process_group.send
-                works = [send([length], rank, _TAG), send([content], rank, _TAG + 1)]
-            except RuntimeError as error:
-                raise _connection_lost(rank, message["topic"], error) from error
-            # With the tensors, which must live until they are sent.
-            sent[rank] = [(work, length, content) for work in works]
-    return sent
+                if drain:
+                    self.receive(rank)
+                self.wait_sent(rank)
+            except RankSyncError:  # a rank that is gone, or that will time out
+                continue
 
+    def _receive_into(self, rank: int, into: Tensor, tag: int) -> None:
+        try:
+            work = self._group.process_group.recv([into], rank, tag)
+        except RuntimeError as error:
+            raise self._connection_lost(rank, error) from error
+        self._wait((work, into), rank)
 
-def _wait_all(sent: dict[int, list[Any]], group: RankGroup, topic: str, deadline: float) -> None:
-    """Waits until the sends of `_send` are complete."""
-    for rank, works in sent.items():
-        for work in works:
-            _wait(work, group, rank, topic, deadline)
+    def _wait(self, work: tuple[Any, ...], rank: int) -> None:
+        """Waits for a send or receive; `work` is torch's handle and the tensors that it needs."""
+        left = max(self._deadline - time.monotonic(), 0.001)
+        try:
+            work[0].wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            if time.monotonic() < self._deadline:
+                raise self._connection_lost(rank, error) from error
+            rule = f"rank {rank} did not answer within {self._group.timeout:g} s"
+            remedy = f"Its log says what it was doing; {_NO_PLUGIN}. {env_var('rank_sync_timeout')} lengthens the wait"
+            raise RankSyncError(rule, remedy, self._topic) from error
 
-
-def _receive(group: RankGroup, rank: int, topic: str, deadline: float) -> dict[str, Any]:
-    length = torch.zeros(1, dtype=torch.int64, device="cpu")
-    _receive_into(group, rank, length, _TAG, topic, deadline)
-    content = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
-    _receive_into(group, rank, content, _TAG + 1, topic, deadline)
-    message: dict[str, Any] = json.loads(bytes(content.tolist()))
-    return message
-
-
-def _receive_into(group: RankGroup, rank: int, into: Tensor, tag: int, topic: str, deadline: float) -> None:
-    try:
-        work = group.process_group.recv([into], rank, tag)
-    except RuntimeError as error:
-        raise _connection_lost(rank, topic, error) from error
-    _wait((work, into), group, rank, topic, deadline)
-
-
-def _wait(work: tuple[Any, ...], group: RankGroup, rank: int, topic: str, deadline: float) -> None:
-    """Waits for a send or receive; `work` is torch's handle and the tensors that it needs."""
-    left = max(deadline - time.monotonic(), 0.001)
-    try:
-        work[0].wait(timedelta(seconds=left))
-    except RuntimeError as error:
-        if time.monotonic() < deadline:
-            raise _connection_lost(rank, topic, error) from error
-        rule = f"rank {rank} did not answer within {group.timeout:g} s"
-        remedy = f"Its log says what it was doing; {_NO_PLUGIN}. {env_var('rank_sync_timeout')} lengthens the wait"
-        raise RankSyncError(rule, remedy, topic) from error
-
-
-def _connection_lost(rank: int, topic: str, error: RuntimeError) -> RankSyncError:
-    reason = str(error).splitlines()[0]
-    return RankSyncError(f"the connection to rank {rank} was lost ({reason})", "Its log says why it ended", topic)
+    def _connection_lost(self, rank: int, error: RuntimeError) -> RankSyncError:
+        rule = f"the connection to rank {rank} was lost ({str(error).splitlines()[0]})"
+        return RankSyncError(rule, "Its log says why it ended", self._topic)
