@@ -14,10 +14,10 @@ import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from tests.lib.cases import CPU, H200, MXFP8, problem
+from tests.lib.cases import CPU, H200, INT4_G128, MXFP8, problem
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.decision import Candidate, Reason, Rejected
-from vllm_moe_oracle.core.problem import Parallel, Problem, Scheme
+from vllm_moe_oracle.core.problem import Activation, Device, Parallel, Problem, Scheme
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import NoBackendError, SettingError
 from vllm_moe_oracle.methods import backend_selection, base, load_summary, rank_sync
@@ -133,15 +133,18 @@ def test_on_a_gpu_a_layer_without_a_kernel_here_stays_stock_vllms(
 class Deciding(OracleMoEMethod, Stock):  # type: ignore[misc]
     """A method of this project that decides for itself."""
 
+    scheme = MXFP8
+
     def __init__(self, quant_config: Any, moe_config: Any) -> None:
         self.moe = moe_config
-        self.decide(moe_config, MXFP8)
+        self.decide(moe_config, self.scheme)
 
     @classmethod
     def over(cls, layer: Problem, all2all: str, monkeypatch: pytest.MonkeyPatch) -> Any:
         """What such a layer gets with this all-to-all."""
         release = current_adapter()
-        monkeypatch.setattr(release, "problem", lambda *arguments: layer)
+        monkeypatch.setattr(cls, "scheme", layer.scheme)
+        monkeypatch.setattr(release, "problem", lambda *arguments: dataclasses.replace(layer, scheme=arguments[-1]))
         monkeypatch.setattr(release, "require_original", lambda name: None)
         monkeypatch.setattr(base, "current_layer", lambda: (torch.nn.Module(), layer.layer))
         moe = config(lora=layer.lora)
@@ -258,6 +261,48 @@ def test_what_stock_finds_out_after_its_choice_is_an_error_before(
     assert caught.value.remedy == "Buy one"
 
 
+@pytest.mark.parametrize(
+    ("device", "fields", "ending"),
+    [
+        (
+            H200,
+            {"dtype": "float32"},
+            "MarlinExperts takes bfloat16 activations, the model has float32, and vLLM does not",
+        ),
+        (
+            dataclasses.replace(H200, capability=75),
+            {"dtype": "float16"},
+            "its kernels for mxfp8 are in bfloat16, which",
+        ),
+        (dataclasses.replace(H200, capability=75), {"scheme": INT4_G128, "dtype": "float16"}, ""),
+        (CPU, {"dtype": "float32", "lora": True}, ""),
+    ],
+)
+def test_dtypes_and_gpus_that_stocks_class_does_not_ask_about(
+    device: Device, fields: dict[str, Any], ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its constructor takes them, and the first call ends."""
+    monkeypatch.setattr(Stock, "experts_cls", type("MarlinExperts", (), {}), raising=False)
+    monkeypatch.setattr(detect, "detect", lambda: device)
+    layer = problem(**fields)
+    monkeypatch.setattr(Ours, "problem", layer)
+    if not ending:
+        assert type(Ours("config", config(lora=layer.lora))) is Stock
+        return
+    with pytest.raises(NoBackendError, match=re.escape(f"stock vLLM's Stock cannot run it: {ending}")):
+        Ours("config", config())
+
+
+@pytest.mark.parametrize("asked", ["checkpoint", "16bit"])
+def test_stock_gets_the_activations_that_the_checkpoint_declares(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting asks backends here for others, for which stock would take a method that fails with this hidden size."""
+    monkeypatch.setattr(current_adapter(), "additional_config", lambda: {"moe_oracle": {"activations": asked}})
+    monkeypatch.setattr(Stock, "experts_cls", type("MarlinExperts", (), {}), raising=False)
+    declared = Scheme("mxfp4", 4, 32, "compressed-tensors", activations="fp8_token")
+    layer = problem(scheme=declared, hidden_size=2880, activation=Activation("unknown"))
+    assert type(Deciding.over(layer, "allgather_reducescatter", monkeypatch)) is Stock
+
+
 def test_whether_stocks_method_moves_experts_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some do with one class, or with activations in another precision."""
     monkeypatch.setattr(Stock, "supports_eplb", True, raising=False)
@@ -292,6 +337,7 @@ def test_a_supported_layer_is_served_by_this_plugin(asked: dict[str, bool], monk
         ({"backend": "hopper_mxfp8", "on_unavailable": "fallback"}, "auto", False),
         ({}, "marlin", True),
         ({}, "a_kernel_of_stock_alone", False),
+        ({"on_unavailable": "fallback"}, "marlin", False),
     ],
 )
 def test_an_explicit_choice_is_not_given_away(

@@ -10,11 +10,16 @@ import pytest
 from tests.lib.cases import CPU, H200, INT4_G128, MXFP8_W8A8, problem
 from tests.lib.golden_decisions import GoldenTable, agrees, device_of
 from tests.lib.golden_tables import TABLES
+from tests.lib.releases import DEFAULT_RELEASE, sources
+from tests.lib.stock_code import QUANTIZATION
 from vllm_moe_oracle import cli
 from vllm_moe_oracle.core.problem import Parallel, Scheme
 from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.oracle.selection import evaluate_candidates
 from vllm_moe_oracle.oracle.stock_choice import choose_stock
 from vllm_moe_oracle.releases import min_versions
+from vllm_moe_oracle.releases.supported import NEWEST, packages_of
+from vllm_moe_oracle.settings import Settings
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
@@ -61,10 +66,20 @@ def test_what_no_kernel_changes_is_known_whatever_is_chosen(options: dict[str, s
 
 
 def test_llm_compressors_mxfp4_with_fp8_activations_got_a_list_later() -> None:
+    """Its method is derived from that of experts in halves, and reads their list, from which Marlin's place follows."""
     layer = problem(scheme=Scheme("mxfp4", 4, 32, "compressed-tensors", activations="fp8_token"))
     old = dataclasses.replace(H200, packages=H200.packages | {"vllm": "0.30.0"})
     assert choose_stock(layer, old, default_registry()).stock_class == "MarlinExperts"
-    assert choose_stock(layer, H200, default_registry()).unknown
+    halves = dataclasses.replace(layer, scheme=Scheme("mxfp4", 4, 32, "mxfp4"))
+    for capability, name in ((80, "marlin"), (90, "humming"), (100, "trtllm")):
+        found = choose_stock(layer, device_of(capability), default_registry())
+        assert found == choose_stock(halves, device_of(capability), default_registry())
+        assert found.backend.startswith(name)
+    places = [dataclasses.replace(device_of(90), packages=packages_of("cuda", each)) for each in ("0.31.0", NEWEST)]
+    order = [[each.backend for each in evaluate_candidates(layer, place, Settings())] for place in places]
+    assert [names.index("marlin_mxfp4") < names.index("humming_mxfp4") for names in order] == [True, False]
+    method = f"{QUANTIZATION}/compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_w4a8_mxfp4.py"
+    assert "(Mxfp4MoEMethod):" in (sources(DEFAULT_RELEASE) / method).read_text()
     moved = dataclasses.replace(layer, eplb=True, parallel=Parallel(ep=2))
     assert not choose_stock(moved, H200, default_registry()).refusal
     assert "EPLB is not supported" in choose_stock(moved, old, default_registry()).refusal

@@ -428,11 +428,9 @@ def _has_known_list(problem: Problem, device: Device) -> bool:
     """Whether the rules know the list of kernels that a layer gets."""
     scheme = problem.scheme
     if scheme.name == "mxfp4":
-        if scheme.packing == "mxfp4":
-            return True
-        if scheme.packing in ("gpt_oss", "quark", "online"):
+        if scheme.packing in GPT_OSS_PACKINGS:
             return scheme.activations == "16bit" or (problem.parallel.is_batched and scheme.activations == "mxfp4")
-        return is_constructed(problem, device) and not problem.parallel.is_batched
+        return not (is_constructed(problem, device) and problem.parallel.is_batched)
     if scheme.name == "wna16":
         return scheme.packing in ("gptq", "awq", "compressed-tensors", "moe_wna16")
     return True
@@ -457,10 +455,10 @@ def _is_listed(backend: Backend, problem: Problem, device: Device, fallen_back: 
     if scheme.name == "mxfp4":
         if kernel == "HUMMING" and not vllm_at_least_on(device, min_versions.HUMMING_FIRST):
             return False  # its first lists that have it
-        if scheme.packing == "mxfp4":
-            return kernel in _LISTED_FOR_HALVES
         if is_constructed(problem, device):
             return kernel == "MARLIN"
+        if scheme.packing not in GPT_OSS_PACKINGS:
+            return kernel in _LISTED_FOR_HALVES
         return kernel != "TRITON_UNFUSED" and backend.activations(problem) == "16bit"
     if scheme.name == "wna16":
         if kernel in ("MARLIN", "BATCHED_MARLIN"):
