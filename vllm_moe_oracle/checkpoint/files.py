@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, LeftToStockError, short_repr
 from ..quantization import has_expert_biases
@@ -20,6 +20,13 @@ MAX_CONFIG_BYTES = 32 << 20
 """Largest file that is taken for a config and not for a damaged or hostile one."""
 
 
+class QuantizationConfig(NamedTuple):
+    """A checkpoint's quantization config, and the file and field that it is from."""
+
+    fields: Mapping[str, Any]
+    where: str
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
     """The files that describe a checkpoint.
@@ -30,7 +37,7 @@ class CheckpointFiles:
         model_config: the part that describes the language model: all of it, or its ``text_config``; with the fields
             that it leaves out, as a server reads them.
         has_text_config: `model_config` is such a part.
-        quantization: the quantization config, and the file and field that it came from; None when there is none.
+        quantization: the quantization config; None when there is none.
         expert_biases: a folder's tensors have biases of experts, where the quantization leaves that to them.
         folder: the folder, where it was given and not the config alone: its tensors may be looked at.
         notes: what a user should know about how the files were read, one sentence each.
@@ -40,7 +47,7 @@ class CheckpointFiles:
     full_config: Mapping[str, Any]
     model_config: Mapping[str, Any]
     has_text_config: bool
-    quantization: tuple[Mapping[str, Any], str] | None
+    quantization: QuantizationConfig | None
     expert_biases: bool = False
     folder: Path | None = None
     notes: tuple[str, ...] = ()
@@ -112,7 +119,7 @@ def _read_checkpoint(path: Path, needs_tensors: bool) -> CheckpointFiles:
     quantization = _quantization_config(top, model, file, notes)
     if file.name != mistral_params.FILE_NAME:  # which vLLM reads by itself
         model = with_defaults(model, str(model.get("model_type") or top.get("model_type") or ""))
-    told = quantization is not None and has_expert_biases(quantization[0])
+    told = quantization is not None and has_expert_biases(quantization.fields)
     folder = path if path.is_dir() else None
     biases = told and folder is not None and has_nonzero_expert_biases(folder)
     return CheckpointFiles(file, top, model, nested, quantization, biases, folder, tuple(notes))
@@ -189,7 +196,7 @@ def _text_config(top: Mapping[str, Any], file: Path) -> tuple[Mapping[str, Any],
 
 def _quantization_config(
     top: Mapping[str, Any], model: Mapping[str, Any], file: Path, notes: list[str]
-) -> tuple[Mapping[str, Any], str] | None:
+) -> QuantizationConfig | None:
     """The quantization config, from the place where vLLM would take it: the first of ``quantization_config``, the file
     beside, the language model's ``quantization_config``, and ``compression_config``."""
     beside = file.with_name("hf_quant_config.json")
@@ -205,12 +212,13 @@ def _quantization_config(
             raise CheckpointError(f"{field} is {short_repr(found)}, not an object", where=str(file))
         # Older ModelOpt releases write the algorithm into config.json and its layers into the other file only.
         if own and has_file and found is None:
-            return _read_json_object(beside, notes), str(beside)
+            return QuantizationConfig(_read_json_object(beside, notes), str(beside))
         if found is None:
             continue
         if own and has_file and _lacks_layers(found):
-            return {**_read_json_object(beside, notes), "quant_method": found.get("quant_method")}, str(beside)
-        return found, f"{file}, {field}"
+            fields = {**_read_json_object(beside, notes), "quant_method": found.get("quant_method")}
+            return QuantizationConfig(fields, str(beside))
+        return QuantizationConfig(found, f"{file}, {field}")
     return None
 
 

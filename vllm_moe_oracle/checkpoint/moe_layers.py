@@ -282,7 +282,7 @@ def _notes_on_files(
         layers: all of them.
         kinds: what the files hold of each, by vLLM's name.
     """
-    where = "" if config.quantization is None else config.quantization[1]
+    where = "" if config.quantization is None else config.quantization.where
     compared = [each for each in layers if not isinstance(each.format, UnsupportedFormat)]
     plain = [each for each in compared if where and each.is_quantized and are_floating_point(kinds[each.name])]
     packed = [each for each in compared if not (where and each.is_quantized) and are_quantized(kinds[each.name])]

@@ -188,7 +188,7 @@ class Verification:
         parts: list[Any] = [
             __version__,
             config.full_config,
-            None if config.quantization is None else config.quantization[0],
+            None if config.quantization is None else config.quantization.fields,
             self.files.identity,
             msgspec.to_builtins(self.device),
             {each.name: (self.registry.origin(each.name), self.registry.packages(each.name)) for each in self.registry},
