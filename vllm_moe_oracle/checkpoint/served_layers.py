@@ -25,13 +25,13 @@ from .files import CheckpointFiles
 from .moe_layers import MoeLayers, find_moe_layers
 from .ranks import Ranks
 from .serving import (
-    as_served,
     carried_hidden_size,
     check_exchange,
     exchange_refusal,
     is_round_robin,
     why_eplb_is_refused,
     why_lora_is_refused,
+    with_activations,
 )
 
 STOCK_ITSELF = "stock vLLM's own choice"
@@ -157,10 +157,21 @@ class Server:
         return ""
 
     def serve(self, problem: Problem) -> Problem:
-        """A layer of the checkpoint as this server sees it."""
-        modules = self.lora_target_modules
-        adapted = self.lora and (not modules or targets_experts(modules, problem.layer))
-        return as_served(problem, self.settings, adapted, self.eplb, self.batch_invariant, self.round_robin)
+        """A layer of the checkpoint as this server sees it, with inputs in the precision of the settings."""
+        modules, parallel = self.lora_target_modules, problem.parallel
+        # vLLM places only several groups of experts in turn, without EPLB, and where tokens are exchanged at all, only
+        # by a batched all-to-all.
+        in_turn = self.round_robin and not self.eplb and (problem.routing.num_groups or 0) > 1
+        if in_turn and (parallel.is_batched or not parallel.exchanges_tokens):
+            parallel = dataclasses.replace(parallel, placement="round_robin")
+        served = dataclasses.replace(
+            problem,
+            lora=self.lora and (not modules or targets_experts(modules, problem.layer)),
+            eplb=self.eplb,
+            batch_invariant=self.batch_invariant,
+            parallel=parallel,
+        )
+        return with_activations(served, self.settings)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
-"""A checkpoint's layer as a server with certain options sees it."""
+"""What vLLM refuses of a layer under a server's options, and the precision that settings ask of its inputs."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import get_args
 
 from ..core.capabilities import WITHOUT_LORA
@@ -77,28 +76,6 @@ def require_lora(problem: Problem, all2all: str) -> None:
     """
     if rule := why_lora_is_refused(problem, all2all):
         raise SettingError(rule, _WITHOUT_ALL2ALL, "--all2all-backend")
-
-
-def as_served(
-    problem: Problem, settings: Settings, lora: bool, eplb: bool, batch_invariant: bool, round_robin: bool
-) -> Problem:
-    """The layer with vLLM's options and the activation precision of the settings applied.
-
-    Args:
-        problem: the layer, from `find_moe_layers`.
-        settings: `activations` replaces the precision that the checkpoint declares.
-        lora: LoRA adapters may be applied.
-        eplb: experts may move between ranks.
-        batch_invariant: as vLLM's ``VLLM_BATCH_INVARIANT``.
-        round_robin: experts are placed round-robin where vLLM does so: only in several groups, without EPLB, and where
-            tokens are exchanged at all, only by a batched all-to-all.
-    """
-    problem = dataclasses.replace(problem, lora=lora, eplb=eplb, batch_invariant=batch_invariant)
-    parallel = problem.parallel
-    in_turn = round_robin and not eplb and (problem.routing.num_groups or 0) > 1
-    if in_turn and not (parallel.exchanges_tokens and not parallel.is_batched):
-        problem = dataclasses.replace(problem, parallel=dataclasses.replace(parallel, placement="round_robin"))
-    return with_activations(problem, settings)
 
 
 def exchange_refusal(problem: Problem, all2all: str, device_kind: str) -> NoBackendError | None:
