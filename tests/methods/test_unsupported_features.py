@@ -14,7 +14,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from tests.lib.cases import CPU, H200, INT4_G128, MXFP8, problem
+from tests.lib.cases import CPU, GPT_OSS, H200, INT4_G128, MXFP8, problem
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.decision import Candidate, Reason, Rejected
 from vllm_moe_oracle.core.problem import Activation, Device, Parallel, Problem, Scheme
@@ -170,6 +170,20 @@ def test_a_layer_whose_hidden_size_vllm_rounds_up_stays_stock_vllms(
     made = Deciding.over(layer, all2all, monkeypatch)
     assert type(made) is (Stock if left else Deciding)
     assert left == (f"left to stock vLLM's Stock; the all-to-all {all2all} does not carry hidden size" in log.text)
+
+
+def test_experts_that_a_loader_loses_are_nobodys_with_a_rounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = problem(
+        scheme=Scheme("mxfp4", 4, 32, "gpt_oss"), hidden_size=2880, num_experts=7, local_experts=4, top_k=4,
+        parallel=Parallel(ep=2, dp=2), activation=dataclasses.replace(GPT_OSS, interleaved=True), has_bias=True,
+        even_expert_split=True,
+    )  # fmt: skip
+    with pytest.raises(
+        NoBackendError, match=r"hidden size 2880.*stock vLLM's Stock gets its weights and adapters from"
+    ):
+        Deciding.over(layer, "deepep_high_throughput", monkeypatch)
+    even = dataclasses.replace(layer, num_experts=8)
+    assert type(Deciding.over(even, "deepep_high_throughput", monkeypatch)) is Stock
 
 
 @pytest.mark.parametrize(("all2all", "refused"), [("nixl_ep", True), ("allgather_reducescatter", False)])

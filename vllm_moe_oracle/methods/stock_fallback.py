@@ -15,7 +15,7 @@ from ..core.problem import PADDED_EXPERTS, Problem
 from ..devices import detect
 from ..errors import NoBackendError, sanitize
 from ..oracle.registry import default_registry
-from ..oracle.stock_choice import is_loadable, names_backend
+from ..oracle.stock_choice import is_loadable, names_backend, stock_candidates
 from ..oracle.stock_refusals import load_refusal
 from ..verification import process_state
 from . import load_summary, weight_loading
@@ -82,7 +82,10 @@ class StockFallback(FusedMoEMethodBase):
         """
         stock = next(base for base in cls.__mro__ if not issubclass(base, StockFallback))
         name = error.where or current_layer()[1]
-        limitation = "" if is_loadable(error.candidates) else "gets its weights and adapters from the same code"
+        candidates = error.candidates
+        if problem is not None:  # an error that no candidate raises has none
+            candidates = stock_candidates(problem, detect.detect(), default_registry())
+        limitation = "" if is_loadable(candidates) else "gets its weights and adapters from the same code"
         try:
             method = None if limitation else cls.build_stock_method(stock, *args, **kwargs)
         except Exception as refusal:  # stock's own choice of a kernel is its constructor; it raises many types

@@ -146,9 +146,7 @@ def choose_stock(
     made = replace(problem, hidden_size=max(problem.hidden_size, carried_size))
     if is_constructed(problem, device):  # the method asks no class
         problem = made
-    others = tuple(each.name for each in registry if not is_own(each))
-    asked = Settings(allow_activation_quantization=True, disable=others)
-    candidates = evaluate_candidates(problem, device, asked, registry)
+    candidates = stock_candidates(problem, device, registry)
     lost = (reason.detail for each in candidates for reason in each.reasons if reason.code in _NOT_LOADED)
     if refusal := next(lost, "") or _without_kernels(device):
         return StockChoice(refusal=refusal)
@@ -232,6 +230,19 @@ def left_to_stock(problem: Problem, stock: StockChoice) -> str:
     if stock.unknown:
         does = f"if stock vLLM can run {' and '.join(_needs(problem)) or 'it'}"
     return f"left to stock vLLM, {does}"
+
+
+def stock_candidates(problem: Problem, device: Device, registry: Registry) -> tuple[Candidate, ...]:
+    """The verdicts of this project's backends on a layer whatever a user sets; third parties' are not asked.
+
+    Args:
+        problem: the layer, with the activations that its checkpoint declares.
+        device: the machine.
+        registry: the backends.
+    """
+    others = tuple(each.name for each in registry if not is_own(each))
+    settings = Settings(allow_activation_quantization=True, disable=others)
+    return evaluate_candidates(problem, device, settings, registry)
 
 
 def is_loadable(candidates: Iterable[Candidate]) -> bool:
