@@ -22,7 +22,6 @@ from ..compat.layer_context import current_layer
 from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme, mx_scheme
 from ..errors import CheckpointError
 from ..quantization.compressed_tensors import (
-    COMPRESSED_PACKINGS,
     compressed_act_order,
     group_format,
     online_transforms,
@@ -108,33 +107,20 @@ class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTens
         weight_quant: Any,
         input_quant: Any,
         moe: Any,
-        layer_name: str | None = None,
         *,
-        packed_format: str = PACK_QUANTIZED,
+        scheme: Scheme,
         build_stock: Callable[[], Any] | None = None,
     ) -> None:
         # The stock constructor would choose a backend by its own rules, and raise where it finds none.
         self.weight_quant = weight_quant
         self.input_quant = input_quant
-        self.file_packing = COMPRESSED_PACKINGS[packed_format]
-        self.decide(moe, _integer_scheme(weight_quant, packed_format))
+        self.file_packing = scheme.packing
+        self.decide(moe, scheme)
 
     @classmethod
     def build_stock_method(cls, stock_class: Any, *args: Any, build_stock: Callable[[], Any], **kwargs: Any) -> Any:
         """What the stock function makes, which selects one of several classes in older releases."""
         return build_stock()
-
-
-def _integer_scheme(arguments: Any, packed_format: str) -> Scheme:
-    """The scheme of a checkpoint's integer experts.
-
-    Args:
-        arguments: the weights' `QuantizationArgs`.
-        packed_format: the format that the config names, a key of `COMPRESSED_PACKINGS`.
-    """
-    found = _entry_format({"weights": arguments, "format": packed_format})
-    assert isinstance(found, Scheme), f"{packed_format} {arguments} is {found}"  # get_moe_method asks before
-    return found
 
 
 class CompressedTensorsConfig(stock_config.CompressedTensorsConfig):
@@ -205,10 +191,11 @@ def get_moe_method(original: Any, quant_config: Any, layer: Any, layer_name: str
     """
     found = _integer_arguments(quant_config, layer, layer_name)
     if found is not None:
-        weights, inputs, packed_format = found
-        more = {} if packed_format == PACK_QUANTIZED else {"packed_format": packed_format}
+        entry, scheme = found
         stock = functools.partial(original, quant_config, layer, layer_name)
-        made = CompressedTensorsWNA16MoEMethod(weights, inputs, layer.moe_config, build_stock=stock, **more)
+        made = CompressedTensorsWNA16MoEMethod(
+            entry["weights"], entry["input_activations"], layer.moe_config, scheme=scheme, build_stock=stock
+        )
     else:
         made = original(quant_config, layer, layer_name)
     if isinstance(made, OracleMoEMethod):
@@ -223,9 +210,9 @@ def _projection_names(layer: Any) -> list[str]:
     return list(names)
 
 
-def _integer_arguments(quant_config: Any, layer: Any, layer_name: str) -> tuple[Any, Any, str] | None:
-    """Arguments of weights and inputs, and the format, of a layer with 4- or 8-bit integer experts and 16-bit
-    activations; None for any other layer."""
+def _integer_arguments(quant_config: Any, layer: Any, layer_name: str) -> tuple[dict[str, Any], Scheme] | None:
+    """vLLM's entry and the scheme of a layer with 4- or 8-bit integer experts and 16-bit activations; None for any
+    other layer."""
     quant_config._add_fused_moe_to_target_scheme_map()
     entries = [quant_config.get_scheme_dict(layer, f"{layer_name}.0.{name}") for name in _projection_names(layer)]
     entry = entries[-1]
@@ -234,7 +221,7 @@ def _integer_arguments(quant_config: Any, layer: Any, layer_name: str) -> tuple[
     found = _entry_format(entry)
     if not isinstance(found, Scheme) or found.name != "wna16":
         return None
-    return entry["weights"], entry["input_activations"], _enum_value(entry["format"])
+    return entry, found
 
 
 def _enum_value(value: Any) -> Any:
