@@ -145,6 +145,13 @@ class Mxfp4MoEMethod(_GptOssLayoutMoEMethod, stock.Mxfp4MoEMethod):
     packing = "mxfp4"
     weight_dtype = "mxfp4"
 
+    def _register_parameters(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
+        """As the stock class does, with one loader for codes and scales: its own loader of scales (since 0.28) rounds
+        those that are stored as numbers, before they are validated."""
+        super()._register_parameters(layer, num_experts, *args, **kwargs)
+        for name in ("w13_weight", "w2_weight"):
+            getattr(layer, f"{name}_scale").weight_loader = getattr(layer, name).weight_loader
+
 
 def activations_of_key(layer: Any, activation_key: Any) -> ActivationPrecision:
     """Precision that a checkpoint declares for the inputs of a layer's experts.

@@ -23,6 +23,7 @@ from ..core.problem import Problem
 from ..core.sharding import shard_size
 from ..errors import CheckpointError
 from ..schemes._checks import SHAPE_REMEDY, dtype_name, packed_bytes
+from ..schemes._mx import FLOAT_SCALE_DTYPES, e8m0_from_float, takes_float_scales
 from . import rank_sync
 
 if TYPE_CHECKING:
@@ -215,14 +216,17 @@ def validated_tensor(
         kwargs: likewise.
 
     Returns:
-        The tensor; float8_e8m0fnu scales and pairs of 4-bit codes as uint8.
+        The tensor; e8m0 scales, also those that are stored as numbers, and pairs of 4-bit codes as uint8.
 
     Raises:
-        CheckpointError: another dtype or shape.
+        CheckpointError: another dtype or shape, or a scale that e8m0 does not hold.
     """
     where = _place_words(problem, weight_name, shard_id, expert_id)
     if parameter.dtype == torch.uint8:
-        tensor = packed_bytes(tensor, is_scale="scale" in weight_name.rpartition(".")[2])
+        is_scale = "scale" in weight_name.rpartition(".")[2]
+        tensor = packed_bytes(tensor, is_scale)
+        if is_scale and tensor.dtype in FLOAT_SCALE_DTYPES and takes_float_scales(problem):
+            tensor = e8m0_from_float(tensor, where)
     both_wide_floats = (
         parameter.dtype.itemsize > 1 and parameter.dtype.is_floating_point and tensor.dtype.is_floating_point
     )

@@ -286,6 +286,48 @@ def e8m0_to_float(codes: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
+FLOAT_SCALE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
+"""Dtypes in which files of the packing ``mxfp4`` may store scales as numbers, beside e8m0 codes."""
+
+
+def takes_float_scales(problem: Problem) -> bool:
+    """Whether vLLM takes scales of the layer's experts as numbers, too: those of ``quant_method: mxfp4`` and of
+    DeepSeek-V4, which have one method."""
+    return problem.scheme.name == "mxfp4" and problem.scheme.packing == "mxfp4"
+
+
+def e8m0_from_float(scales: Tensor, where: str) -> Tensor:
+    """The e8m0 codes of scales that a file stores as numbers. vLLM rounds them, and serves other weights.
+
+    Args:
+        scales: any shape, of one of `FLOAT_SCALE_DTYPES`; meta tensors too, of which no number is looked at.
+        where: the place, for messages.
+
+    Returns:
+        uint8 of the same shape.
+
+    Raises:
+        CheckpointError: a number is none that e8m0 holds, 2**-127 to 2**127. The message names the first.
+    """
+    if scales.is_meta:
+        return torch.empty_like(scales, dtype=torch.uint8)
+    values = scales.to(torch.float32)
+    bits = values.view(torch.int32)
+    codes = ((bits >> 23) & 0xFF).to(torch.uint8)
+    # The bits are compared: some devices flush 2**-127, which is subnormal, to zero.
+    bad = (e8m0_to_float(codes).view(torch.int32) != bits) | (codes == E8M0_NAN)
+    if bool(bad.any()):
+        place = [int(index) for index in bad.nonzero()[0]]
+        rule = (
+            f"{int(bad.sum())} of {bad.numel()} scales, stored as {dtype_name(scales.dtype)}, are no powers of two "
+            f"from 2**-127 to 2**127, which is what MXFP4 has; the first is {float(values[tuple(place)]):.8g} at "
+            f"{place}"
+        )
+        remedy = "The checkpoint is damaged, or in another 4-bit format than its config names: export it as MXFP4 again"
+        raise CheckpointError(rule, remedy, where)
+    return codes
+
+
 def require_blocks(columns: int) -> None:
     """Refuses a number of columns that is not a multiple of 32.
 
