@@ -290,6 +290,11 @@ class HummingBackend(StockBackend):
         """One key for the layer: its first call compiles the kernels for all numbers of tokens."""
         return frozenset({(self.name, dataclasses.replace(problem, layer=""))})
 
+    def layout(self, problem: Problem, plan: ShardPlan) -> str:
+        """The same for both kinds of kernels."""
+        sizes = f"{plan.hidden_size}x{plan.intermediate_size}"
+        return f"humming_{problem.scheme.name} {sizes} {plan.layout}".rstrip()
+
     def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
         """Pads to the library's multiples and repacks codes, scales, zero points and biases.
 

@@ -48,6 +48,10 @@ class MarlinBackend(StockBackend):
     activation_precision = "16bit"
     precompiled = True
 
+    def layout(self, problem: Problem, plan: ShardPlan) -> str:
+        """The same for tokens as they are and for tokens that are sorted by expert."""
+        return f"marlin_{problem.scheme.name} {plan.hidden_size}x{plan.intermediate_size}"
+
     def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
         """An instance of the stock class that leaves activations alone."""
         experts = super().build_experts(tensors, problem, plan, builder)
