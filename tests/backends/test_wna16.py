@@ -25,7 +25,7 @@ from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.releases.supported import NEWEST
 from vllm_moe_oracle.schemes import wna16
 from vllm_moe_oracle.settings import Settings
-from vllm_moe_oracle.testing import random_inputs
+from vllm_moe_oracle.testing.bit_trace import random_inputs
 
 NAMES = (
     "marlin_wna16",

@@ -6,20 +6,21 @@ import inspect
 
 import pytest
 
-from vllm_moe_oracle import testing
 from vllm_moe_oracle.measuring import peers
 from vllm_moe_oracle.oracle.registry import Registry, default_registry
-from vllm_moe_oracle.testing import _one_thread  # noqa: F401  # a fixture for all tests here
+from vllm_moe_oracle.testing import cases, test_conversion, test_declarations, test_outputs
+from vllm_moe_oracle.testing.cases import one_thread  # noqa: F401  # a fixture for all tests here
 
 CLASSES = {each.name: each for each in peers.peer_classes()}
 LEFT_OUT = {
-    testing.test_can_be_loaded: "its package may be missing",
-    testing.test_computes_what_the_emulation_computes: "it builds no experts on a CPU",
+    test_declarations.test_can_be_loaded: "its package may be missing",
+    test_outputs.test_computes_what_the_emulation_computes: "it builds no experts on a CPU",
 }
 """Tests of one backend that a peer does not take, with the reason."""
 TESTS = [
     test
-    for name, test in vars(testing).items()
+    for module in (test_declarations, test_conversion, test_outputs)
+    for name, test in vars(module).items()
     if name.startswith("test_") and "name" in inspect.signature(test).parameters and test not in LEFT_OUT
 ]
 
@@ -29,7 +30,7 @@ def test_a_peer_is_a_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     found = Registry()
     for each in CLASSES.values():
         found.add(each(), "a peer")
-    monkeypatch.setattr(testing, "default_registry", lambda: found)
+    monkeypatch.setattr(cases, "default_registry", lambda: found)
     for test in TESTS:
         test(name)
 

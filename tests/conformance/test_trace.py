@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.lib.bit_moves import keeps_every_bit, undone
-from vllm_moe_oracle import testing
 from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.oracle.registry import Registry, default_registry
+from vllm_moe_oracle.testing import cases, test_conversion
+from vllm_moe_oracle.testing.bit_trace import trace_bits
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -28,7 +29,7 @@ def test_bits_are_found_where_they_were_moved() -> None:
         codes[5] ^= 0x80  # of column 5 the highest bits are inverted
         return {"zero": given["zero"].flip(0), "sums": codes.sum(0, dtype=torch.int32), "codes": codes[:, :3]}
 
-    found = testing.trace_bits(convert, inputs)
+    found = trace_bits(convert, inputs)
     first = 8 * (3 + 4 * 4)
     for row in range(4):
         for column in range(6):
@@ -69,7 +70,7 @@ def test_one_lost_element_of_thousands_is_noticed(name: str, key: str, monkeypat
     monkeypatch.setattr(faulty, "convert", convert)
     registry = Registry()
     registry.add(faulty, "a test")
-    monkeypatch.setattr(testing, "default_registry", lambda: registry)
-    monkeypatch.setattr(testing, "_distinct", lambda name, distinct=testing._distinct: distinct(name)[:2])
-    with pytest.raises(AssertionError, match=rf"element 321 of {key} is lost"):
-        testing.test_every_element_matters(name)
+    monkeypatch.setattr(cases, "default_registry", lambda: registry)
+    monkeypatch.setattr(test_conversion, "distinct", lambda backend: cases.distinct(backend)[:2])
+    with pytest.raises(AssertionError, match=rf"element 321 of {key}.* (is|are) lost"):
+        test_conversion.test_every_element_matters(name)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_moe_oracle.testing import BitTrace, trace_bits
+from vllm_moe_oracle.testing.bit_trace import BitTrace, trace_bits
 
 Layout = Callable[..., torch.Tensor]
 
