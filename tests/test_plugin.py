@@ -63,7 +63,7 @@ def test_a_dependency_that_is_missing_does_not_end_the_server() -> None:
 
 
 def test_it_is_active_when_nothing_is_broken() -> None:
-    """`status` says so of a process that has imported nothing before; see test_cli.py."""
+    """`status` says so of a process that has imported nothing before; see test_status.py."""
     assert register(broken("a_module_that_nobody_imports"), imported=True).stdout == "True\nregistered\n"
 
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from tests.lib import fresh_process
+from tests.lib import forked, fresh_process
 from tests.lib.cli import Run
 from tests.lib.tiers import sampled
-from vllm_moe_oracle import decision_records, plugin, settings
+from vllm_moe_oracle import __version__, decision_records, plugin, settings
 from vllm_moe_oracle.cli import output
 from vllm_moe_oracle.cli.commands import status
 from vllm_moe_oracle.core.problem import Device
@@ -451,3 +451,66 @@ sys.argv = ["vllm-moe-oracle", "status", "--nonsense"]
     code += 'sys.modules["torch"] = types.ModuleType("torch")\n' if torch else ""
     ended = fresh_process.python("-c", f"{code}main.run()")
     assert (ended.returncode, ended.stdout) == (2, printed) and "No such option" in ended.stderr
+
+
+@pytest.mark.full
+def test_status_reports_this_installation(tmp_path: Path) -> None:
+    ended = fresh_process.python(*fresh_process.TOOL, "status", "--json", MOE_ORACLE_BACKEND="emulation")
+    assert ended.returncode == 0, ended.stderr
+    data = json.loads(ended.stdout)
+    assert data["versions"]["vllm-moe-oracle"] == __version__
+    assert set(data["versions"]) == {"vllm-moe-oracle", "vllm", "torch", "triton", "python"}
+    assert set(data["plugin"]) >= {"active", "reason", "vllm", "methods", "patches"}
+    assert data["plugin"]["active"] is bool(data["plugin"]["methods"]) is (data["versions"]["vllm"] is not None)
+    backend = data["settings"]["backend"]
+    assert (backend["value"], backend["source"]) == ("emulation", "environment variable MOE_ORACLE_BACKEND")
+    assert data["settings"]["strict"]["source"] == "default"
+    assert {"name": "emulation", "schemes": ["mxfp8"]}.items() <= data["backends"][0].items() or len(
+        data["backends"]
+    ) > 1
+    assert data["broken_backends"] == {}
+    assert set(data["cache"]) == {"path", "measurements", "error"} and data["cache"]["error"] == ""
+    # What it says of this machine can be asked about on another one.
+    file = tmp_path / "here.json"
+    file.write_text(ended.stdout)
+    there = fresh_process.python(*fresh_process.TOOL, "explain", "nowhere", "--device", file)
+    assert "nowhere: no such file" in there.stderr
+
+
+def test_status_says_that_a_strict_server_would_not_start(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MOE_ORACLE_STRICT": "1", "MOE_ORACLE_SELF_CHECK": "yes", "COLUMNS": "300"}.items():
+        monkeypatch.setenv(name, value)
+    ended = run("status")
+    assert ended.status == 2 and "stock vLLM serves" not in ended.out + ended.err
+    assert re.search(r"not active: the start of a server would end with: .*'yes' is not one of off", ended.out)
+
+
+def test_status_names_backends_and_counts_patches_in_words() -> None:
+    code = (
+        "import sys\n"
+        "sys.argv = ['vllm-moe-oracle', 'status', '--verbose']\n"
+        "from vllm_moe_oracle.cli import main\n"
+        "main.main()\n"
+    )
+    said = forked.python(code, fresh_process.environment(COLUMNS="200")).stdout
+    assert re.search(r"^ *emulation .*built in$", said, re.MULTILINE) and "vllm_moe_oracle.backends" not in said
+    assert "waiting" not in said
+
+
+def test_status_without_vllm() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['vllm'] = sys.modules['torch'] = None\n"
+        "from vllm_moe_oracle import plugin\n"
+        "from vllm_moe_oracle.devices import detect\n"
+        "detect.installed_packages = lambda: {}\n"
+        "plugin._vllm_version = lambda: None\n"
+        "from vllm_moe_oracle.cli import main\n"
+        "sys.argv = ['vllm-moe-oracle', 'status', '--json']\n"
+        "main.main()\n"
+    )
+    ended = fresh_process.python("-c", code)
+    assert ended.returncode == 0, ended.stderr
+    data = json.loads(ended.stdout)
+    assert data["versions"]["vllm"] is None and data["plugin"]["active"] is False
+    assert "not installed" in data["plugin"]["reason"] and data["device"]["kind"] == "cpu"

@@ -151,7 +151,7 @@ def test_room_for_a_refused_backend_leaves_no_gaps_for_the_next_one(experts: int
     assert torch.equal(layer.w13_weight, filled["w13"]) and torch.equal(layer.w13_weight_scale, filled["w13_scale"])
 
 
-def test_loading_into_converted_storage_is_an_error_but_of_other_ranks_experts() -> None:
+def test_loading_into_converted_storage_is_an_error_but_of_other_ranks() -> None:
     layer = make_layer()
     before = layer.w13_weight.clone()
     weight_storage.forbid_loading(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import msgspec
+
 from tests.lib.cases import H200, problem
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices import catalog
@@ -27,3 +29,10 @@ def measured_card(path: Path) -> Device:
     """
     card = catalog.known_device("-".join(path.stem.split("_")[:2]))
     return dataclasses.replace(card, packages={**card.packages, **profile.read(path).environment.packages})
+
+
+def measured_h200(folder: Path) -> Path:
+    """The file of an H200 for which the shipped profile is valid, whatever vLLM release is the newest."""
+    path = folder / "h200.json"
+    path.write_bytes(msgspec.json.encode(measured_card(profile.SHIPPED_FOLDER / "nvidia_h200.json")))
+    return path

@@ -221,7 +221,7 @@ FOREIGN: dict[str, tuple[Callable[[Store], object], str]] = {
     "word": (lambda store: store.path.write_bytes(b"hello"), NO_STORE),
     "script": (lambda store: store.path.write_bytes(b"#!/bin/sh\necho me\n" * 100), NO_STORE),
     "noise": (lambda store: store.path.write_bytes(os.urandom(20000)), NO_STORE),
-    "database": (bookmarks, "another program's database"),
+    "database": (bookmarks, r"another program's database.*Move it away, or set MOE_ORACLE_"),
     "newer version": (newer, f"version {SCHEMA_VERSION + 1}, this release knows {SCHEMA_VERSION}"),
 }
 
