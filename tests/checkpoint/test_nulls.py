@@ -136,7 +136,9 @@ def test_nulls_and_missing_fields_are_what_they_are_in_vllm(
         lately = (name in ("awq", "gptq") and path[-1] in OTHERS) or path[-1] in ("format", "quant_algo")
         assert refused or lately, error
     else:
-        assert not refused or any(path[-1] in NOTED and path[-1] in note for note in found.notes), refused
+        noted = any(path[-1] in NOTED and f": {path[-1]} is not set" in note for note in found.notes)
+        # This project's class for AWQ refuses a null zero_point, which the stock one takes for false.
+        assert noted == bool(refused) or (path[-1] == "zero_point" and is_null), refused
 
 
 def test_each_usual_config_is_read_by_both(explain: Any) -> None:

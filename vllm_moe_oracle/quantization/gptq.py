@@ -125,8 +125,12 @@ def refused_linear_scheme(scheme: Scheme) -> str:
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     """Notes for the user about a config that `parse_config` accepted, one sentence each."""
-    for name, usual in (("desc_act", "false"), ("sym", "true")):
-        if config.get(name) is None:
+    # vLLM asks for the presence of both, takes a null desc_act for false, and has no type of codes for a null sym.
+    for name, is_missing, usual in (
+        ("desc_act", "desc_act" not in config, "false"),
+        ("sym", config.get("sym") is None, "true"),
+    ):
+        if is_missing:
             yield f"{where}: {name} is not set: taken as {usual}; vLLM refuses to serve without it"
 
 
