@@ -3,6 +3,7 @@ which method of which backend did what."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import re
@@ -91,6 +92,75 @@ def test_a_decision_asks_once_so_that_a_later_answer_cannot_change_it(method: st
     accepting = {"check": lambda *args: Accepted()}  # the contract's own asks for the plan
     fickle = type("Fickle", (Plain,), {"name": "fickle", "rank": -5.0, **accepting, method: once})()
     assert decide(LAYER, CPU, load({}), registry=registry([fickle, backend("sound")])).backend == "fickle"
+
+
+def change(value: Any, path: str, new: Any) -> None:
+    """Changes a frozen value, or an entry of a dictionary in it, by the dotted name of the field."""
+    *owners, name = path.split(".")
+    for owner in owners:
+        value = getattr(value, owner)
+    if isinstance(value, dict):
+        value[name] = new
+    else:
+        object.__setattr__(value, name, new)
+
+
+CHANGES = [
+    ("problem", "top_k", 1, "Problem that it got: top_k"),
+    ("problem", "scheme.group_size", 16, "Problem that it got: scheme.group_size"),
+    ("problem", "scheme", None, "Problem that it got: scheme"),
+    ("device", "name", "another", "Device that it got: name"),
+    ("device", "packages.vllm", "0.1", "Device that it got: packages"),
+    ("plan", "hidden_size", 7, "ShardPlan that it got: hidden_size"),
+]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(("argument", "path", "new", "words"), CHANGES)
+def test_a_change_of_a_frozen_argument_is_named_and_lost(
+    argument: str, path: str, new: Any, words: str, by_name: bool
+) -> None:
+    for method in [name for name in CALLS if argument in PARAMETERS[name]]:
+        given = {name: copy.deepcopy(ARGUMENTS[name]) for name in PARAMETERS[method]}
+
+        def change_it(self: Any, *args: Any, method: str = method, **named: Any) -> None:
+            change((dict(zip(PARAMETERS[method], args, strict=False)) | named)[argument], path, new)
+
+        found = registry([type("Strange", (Plain,), {"name": "strange", method: change_it})()])["strange"]
+        with pytest.raises(BackendDefect, match=f"its method {method} changed the {re.escape(words)}") as caught:
+            getattr(found, method)(**given) if by_name else getattr(found, method)(*given.values())
+        assert "Report it to the maintainers of test" in caught.value.remedy
+        assert given == {name: ARGUMENTS[name] for name in given}
+
+
+def test_a_change_before_an_error_is_lost() -> None:
+    """Of a method that gets weights, errors about these pass."""
+
+    def damaged(self: Any, expert: Any, problem: Any, plan: Any) -> Any:
+        change(problem, "top_k", 1)
+        raise MemoryError
+
+    layer = copy.deepcopy(LAYER)
+    found = registry([type("Strange", (Plain,), {"name": "strange", "convert": damaged})()])["strange"]
+    with pytest.raises(MemoryError):
+        found.convert({}, layer, ARGUMENTS["plan"])
+    assert layer == LAYER
+
+
+def test_an_answer_that_is_changed_later_stays_as_it_was() -> None:
+    kept: list[Any] = []
+
+    class Later(Plain):
+        name = "strange"
+
+        def plan(self, problem: Any, device: Any) -> Any:
+            kept.append(super().plan(problem, device))
+            return kept[-1]
+
+    found = registry([Later()])["strange"]
+    plan = found.plan(LAYER, CPU)
+    change(kept[-1], "hidden_size", 7)
+    assert plan.hidden_size == LAYER.hidden_size
 
 
 class Trap:

@@ -1,7 +1,8 @@
 """The boundary to a backend: every call of one of its methods goes through `CheckedBackend`.
 
 A backend may come from anybody. Its methods may raise anything and return anything; what leaves this boundary is either
-a value as the contract declares it, or a `BackendDefect`, which the decision turns into a rejection.
+a value as the contract declares it, or a `BackendDefect`, which the decision turns into a rejection. A third party's
+backend gets copies of the problem, the device and the plan, which it could change although they are frozen.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import msgspec
 
 from .. import backends as builtin_package
 from ..backends import Backend
+from ..core import decision as decision_module
+from ..core import problem as problem_module
 from ..core.decision import Rejected, ShardPlan
 from ..core.problem import Problem
 from ..errors import BackendDefect, OracleError, RegistryError, describe_error, is_interruption, is_out_of_memory
@@ -246,6 +249,44 @@ _RULES: dict[str, _Rule] = {
 """What the contract says of a method's result besides its type, given the method's first argument: mostly the
 problem."""
 
+
+_FIELDS: dict[type, tuple[str, ...]] = {
+    kind: tuple(each.name for each in dataclasses.fields(kind))
+    for module in (decision_module, problem_module)
+    for kind in vars(module).values()
+    if inspect.isclass(kind) and dataclasses.is_dataclass(kind)
+}
+"""The fields of the dataclasses that backends get and return."""
+
+
+def _copied(value: Any) -> Any:
+    """A value without a part that somebody else can change: dataclasses, and the tuples and dictionaries in them, are
+    copied. Values of other types stay themselves."""
+    kind: Any = type(value)
+    if kind in _FIELDS:
+        made = object.__new__(kind)
+        for name in _FIELDS[kind]:  # it was checked when it was made
+            object.__setattr__(made, name, _copied(getattr(value, name)))
+        return made
+    if kind is tuple:
+        return tuple(map(_copied, value))
+    return {key: _copied(each) for key, each in value.items()} if kind is dict else value
+
+
+_MAX_COPIES = 16
+"""Copies of arguments that are kept for a backend's next calls: a decision has three or four."""
+
+
+def _changed_fields(before: Any, after: Any) -> Iterator[str]:
+    """The fields of a dataclass, and of those in it, by their dotted names, that differ between two of a type."""
+    for name in _FIELDS[type(before)]:
+        old, new = getattr(before, name), getattr(after, name)
+        if type(old) in _FIELDS and type(old) is type(new):
+            yield from (f"{name}.{each}" for each in _changed_fields(old, new))
+        elif old != new:
+            yield name
+
+
 METHODS = tuple(
     name for name, member in vars(Backend).items() if inspect.isfunction(member) and not name.startswith("_")
 )
@@ -284,6 +325,7 @@ class CheckedBackend(Backend):
             RegistryError: an attribute is not what the contract declares.
         """
         self._backend, self._origin = backend, origin
+        self._copies: dict[int, tuple[Any, Any]] = {}
         self._watched = not origin.startswith(f"{builtin_package.__name__}.")
         for name, declared in ATTRIBUTES.items():
             if not hasattr(backend, name):  # a method replaces it; see `missing_attributes`
@@ -311,14 +353,16 @@ class CheckedBackend(Backend):
         self, method: str, check: _Check, rule: _Rule | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         try:
+            changed = ""
             if self._watched:
-                with third_party_code(f"backend {self.name}: its method {method}", self._remedy):
-                    value = getattr(self._backend, method)(*args, **kwargs)
+                value, changed = self._call_third_party(method, args, kwargs)
             else:
                 value = getattr(self._backend, method)(*args, **kwargs)
             if isinstance(value, dict):  # what is checked is what the caller gets: a class of its own may change it
                 value = dict(value)
             words = check(value)
+            if not words and self._watched:  # it may have kept the answer, and change it later
+                value = _copied(value)
             if not words and rule is not None:
                 words = rule(value, args[0] if args else kwargs[_RULE_ARGUMENTS[method]])
         # A third party's method can raise anything; a decision must be able to take another backend.
@@ -327,9 +371,45 @@ class CheckedBackend(Backend):
             if known or is_interruption(error):
                 raise
             raise self._defect(f"method {method}", f"raised {describe_error(error)}") from error
+        if changed:
+            raise self._defect(f"method {method}", changed)
         if words:
             raise self._defect(f"method {method}", f"returned what the contract does not allow: {words}")
         return value
+
+    def _call_third_party(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+        """Calls a method with copies of the values that it gets. Tensors and builders are theirs to use.
+
+        Returns:
+            The answer, and how the method has changed a value; "" if it has not.
+        """
+        copies = [self._copy_for_it(each) for each in args]
+        named = {name: self._copy_for_it(each) for name, each in kwargs.items()}
+        intact = False
+        try:
+            with third_party_code(f"backend {self.name}: its method {method}", self._remedy):
+                value = getattr(self._backend, method)(*copies, **named)
+            for before, after in zip((*args, *kwargs.values()), (*copies, *named.values()), strict=True):
+                if type(before) in _FIELDS and before != after:
+                    names = ", ".join(_changed_fields(before, after))
+                    return value, f"changed the {type(before).__name__} that it got: {names}"
+            intact = True
+            return value, ""
+        finally:
+            if not intact:
+                self._copies.clear()
+
+    def _copy_for_it(self, argument: Any) -> Any:
+        """What a third party gets for an argument: a copy of a dataclass, the same one in each call; anything else
+        itself."""
+        if type(argument) not in _FIELDS:
+            return argument
+        kept = self._copies.get(id(argument))  # which stays its own as long as the entry holds it
+        if kept is None:
+            if len(self._copies) >= _MAX_COPIES:
+                self._copies.clear()
+            kept = self._copies[id(argument)] = argument, _copied(argument)
+        return kept[1]
 
 
 @contextlib.contextmanager
