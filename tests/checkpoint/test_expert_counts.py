@@ -19,7 +19,8 @@ from tests.lib import checkpoints, integer_checkpoints
 from tests.lib.integer_checkpoints import Integers
 from vllm_moe_oracle.checkpoint import tensor_headers
 from vllm_moe_oracle.checkpoint.files import read_checkpoint
-from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers, layers_without_experts
+from vllm_moe_oracle.checkpoint.layer_names import compact_layer_names
+from vllm_moe_oracle.checkpoint.moe_layers import MoeLayers, find_moe_layers, refused_layers
 from vllm_moe_oracle.cli.main import app
 from vllm_moe_oracle.errors import CheckpointError, DamagedCheckpointError
 
@@ -28,6 +29,7 @@ SIZE = checkpoints.Size(experts=EXPERTS, top_k=2)
 LAYERS = "model.layers.0-1.mlp.experts"
 
 Tensors = dict[str, torch.Tensor]
+Edit = Callable[[Tensors], None]
 
 
 def write(folder: Path, arch: str = "qwen3_moe", **choices: Any) -> Path:
@@ -150,6 +152,62 @@ def test_experts_that_are_not_quantized_are_not_counted(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", "glm4_moe", kept="model.layers.2.")
     with_tensors(folder, holds(range(EXPERTS + 1), layer=2))
     assert find(folder).unquantized == ("model.layers.2.mlp.experts",)
+
+
+def under(prefix: str, numbers: Collection[int], moved: bool = False) -> Edit:
+    """Copies experts of all layers to names with another beginning than ``model.``, or moves them."""
+
+    def edit(tensors: Tensors) -> None:
+        for name in [each for each in tensors if any(f".mlp.experts.{number}." in each for number in numbers)]:
+            tensors[name.replace("model.", prefix)] = tensors.pop(name) if moved else tensors[name].clone()
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "rule"),
+    [
+        (under("", (3,)), "the files hold 4 experts under {}, and expert 3 under {}"),
+        (under("", (1, 2), moved=True), "the files hold 2 experts under {}, and experts 1-2 under {}"),
+        (
+            under("backbone.", (0, 1, 2), moved=True),
+            "the files hold 3 experts under {1}, and expert 3 under {0}",
+        ),
+    ],
+    ids=["a copy", "two of four", "three of four"],
+)
+def test_experts_under_a_second_name_are_not_the_layer(edit: Edit, rule: str, tmp_path: Path) -> None:
+    folder = with_tensors(write(tmp_path / "model"), edit)
+    prefix = "backbone." if "{1}" in rule else ""
+    other = f"{prefix}layers.0-1.mlp.experts"
+    error = refused(folder)
+    assert error.rule == f"{rule.format(LAYERS, other)}: vLLM's loaders read a layer's experts under one name"
+    assert error.where == f"{folder}/config.json, {LAYERS}"
+
+
+def test_a_layer_may_be_whole_under_two_names(tmp_path: Path) -> None:
+    """vLLM reads one of them, such as where a folder holds Mistral's own file beside the converted one."""
+    folder = with_tensors(write(tmp_path / "model"), under("", range(EXPERTS)))
+    assert len(find(folder).problems) == 2
+
+
+def in_16_bits(number: int, layer: int = 1) -> Edit:
+    """Stores an expert's matrices in 16 bits."""
+
+    def edit(tensors: Tensors) -> None:
+        start = f"model.layers.{layer}.mlp.experts.{number}."
+        for name in [each for each in tensors if each.startswith(start)]:
+            del tensors[name]
+        tensors |= {f"{start}{each}_proj.weight": torch.zeros(4, 4).bfloat16() for each in ("gate", "up", "down")}
+
+    return edit
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_expert_in_16_bits_among_quantized_ones_is_refused(format: str, tmp_path: Path) -> None:
+    error = refused(with_tensors(FORMATS[format](tmp_path / "model"), in_16_bits(2)))
+    assert error.rule == "the files hold expert 2 in 16 bits, and others of the layer quantized"
+    assert error.where.endswith(", model.layers.1.mlp.experts")
 
 
 # --- Files that are not there -----------------------------------------------------------------------------------------
@@ -275,8 +333,8 @@ def test_files_of_the_index_that_are_not_here_yet_are_a_note(format: str, tmp_pa
     assert explained.exit_code == 0 and note in explained.stdout
     checked = CliRunner().invoke(app, ["verify", str(folder)])
     assert checked.exit_code != 0 and f"{PARTS[1]}: the file is missing" in checked.stderr
-    absent, error = layers_without_experts(read_checkpoint(folder))
-    assert [*absent] == ["model.layers.1.mlp.experts"] and error is not None and error.rule == ABSENT
+    ((layer, error),) = refused_layers(read_checkpoint(folder)).items()
+    assert layer == "model.layers.1.mlp.experts" and error.rule == ABSENT
     assert error.remedy == f"Fetch {PARTS[1]}: {tensor_headers.INDEX_NAME} names what the folder lacks"
     (folder / PARTS[0]).unlink()
     assert any(each.startswith("2 of 2 files of") for each in find(folder).notes_on_files)
@@ -301,11 +359,25 @@ def test_layers_that_stock_vllm_serves_may_have_other_names(tmp_path: Path) -> N
     assert find(with_tensors(folder, holds((), layer=1))).unquantized == ("model.layers.1.mlp.experts",)
 
 
-def test_a_server_refuses_the_same_layer_with_the_same_words(tmp_path: Path) -> None:
-    folder = with_tensors(write_integers(tmp_path / "model"), holds((), layer=1))
-    absent, error = layers_without_experts(read_checkpoint(folder))
-    assert [*absent] == ["model.layers.1.mlp.experts"] and str(error) == str(refused(folder))
-    assert layers_without_experts(read_checkpoint(write_integers(tmp_path / "whole"))) == ((), None)
+@pytest.mark.parametrize(
+    "edit",
+    [
+        holds(()),
+        holds((), layer=1),
+        holds((0, 1, 3), layer=1),
+        holds(range(EXPERTS + 1)),
+        in_16_bits(1),
+        under("", (3,)),
+    ],
+    ids=["no expert of the first", "no expert of the second", "lacking", "too many", "16 bits", "another name"],
+)
+def test_a_server_refuses_the_same_layers_with_the_same_words(edit: Edit, tmp_path: Path) -> None:
+    folder = write_integers(tmp_path / "model")
+    assert refused_layers(read_checkpoint(folder)) == {}
+    error = refused(with_tensors(folder, edit))
+    found = refused_layers(read_checkpoint(folder))
+    assert {*map(str, found.values())} == {str(error)}
+    assert error.where == f"{folder}/config.json, {compact_layer_names(found)}"
 
 
 def test_a_folder_without_the_layers_tensors_is_not_judged(tmp_path: Path) -> None:

@@ -77,10 +77,16 @@ def drop_layer(tensors: dict[str, Any]) -> None:
         del tensors[name]
 
 
+def drop_expert(tensors: dict[str, Any]) -> None:
+    for name in [each for each in tensors if each.startswith(EXPERT)]:
+        del tensors[name]
+
+
 ABSENT = (
     "config.json, model.layers.1.mlp.experts: the files hold no expert of 1 of 2 MoE layers, and those of "
     "model.layers.0.mlp.experts. Fetch the files that belong to this config"
 )
+LACKING = "config.json, model.layers.1.mlp.experts: the files hold 3 experts, and the config says 4: they lack expert 3"
 
 
 class Fault(NamedTuple):
@@ -126,6 +132,9 @@ REFUSED = {
     "no expert of a layer that the config names": Fault("gptq", drop_layer, said=ABSENT),
     "no expert of a layer that only files name": Fault("gptq v2, int8, per channel", drop_layer, said=ABSENT),
     "no expert of a layer in awq": Fault("awq", drop_layer, said=ABSENT),
+    "an expert of a layer that the config names": Fault("gptq", drop_expert, said=LACKING),
+    "an expert of a layer that only files name": Fault("gptq v2, int8, per channel", drop_expert, said=LACKING),
+    "an expert of a layer in awq": Fault("awq", drop_expert, said=LACKING),
     "one expert is named": Fault(
         "gptq", config={"modules_in_block_to_quantize": nested_modules(1)},
         said="expert 1 differs from others: it is stored as not quantized, and expert 0 as int4 symmetric, groups of",

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
 from tests.lib import moe_wna16_layers as moe
-from tests.lib.wna16_layers import checkpoint_of, layer_of
+from tests.lib.wna16_layers import checkpoint_of, contents_of, layer_of
 from vllm_moe_oracle import plugin
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.compat.layer_context import set_current_layer
@@ -63,6 +65,26 @@ def test_experts_that_a_config_leaves_alone_are_stock_vllms(packing: str) -> Non
         assert type(left.quant_method) is UnquantizedFusedMoEMethod
         served = moe.made(asked, moe.moe_config(asked), config=config, layer_name="model.layers.4.mlp.experts")
         assert isinstance(served.quant_method, OracleMoEMethod)
+
+
+@pytest.mark.parametrize("stored", ["nowhere", "in 16 bits"])
+@pytest.mark.parametrize("packing", ["gptq", "gptq_v2", "awq"])
+def test_an_expert_that_files_alone_leave_out_is_missed_by_its_name(packing: str, stored: str, tmp_path: Path) -> None:
+    """Where the config lists no module, vLLM takes names from the files: none of them is an entry to correct."""
+    asked = layer_of(packing, **SIZES)
+    quantized = {key: tensor for key, tensor in contents_of(asked).files().items() if key[0] != 2}
+    projections = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    files = {f"{moe.NAME}.{expert}.{projections[shard]}.{end}": t for (expert, shard, end), t in quantized.items()}
+    if stored == "in 16 bits":
+        files |= {f"{moe.NAME}.2.{each}.weight": torch.ones(4, 4).bfloat16() for each in projections.values()}
+    save_file(files, tmp_path / "model.safetensors")
+    config = moe.quant_config(asked)
+    config.maybe_update_config(str(tmp_path))
+    with moe.engine():
+        layer = moe.made(asked, moe.moe_config(asked), config=config)
+        moe.load(layer, quantized)
+        with pytest.raises(CheckpointError, match="w13_qweight of the gate projection of local expert 2 was never loa"):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 @pytest.mark.parametrize("name", ["", "moe_wna16"])

@@ -15,6 +15,8 @@ from .layer_names import ExpertLayer, compact_layer_names, index_ranges
 from .model_fields import NUM_EXPERTS_FIELDS
 from .tensor_headers import INDEX_NAME, ExpertTensors, has_all_files, holds_no_experts, indexed_names, missing_files
 
+_FETCH = "Fetch the files that belong to this config"
+
 
 def check_expert_counts(
     config: CheckpointFiles, layers: Sequence[ExpertLayer], found: Mapping[str, ExpertTensors]
@@ -40,29 +42,71 @@ def check_expert_counts(
     if config.folder is None or not layers:
         return []
     absences = _check_absences(config, config.folder, layers, found)
-    is_complete = has_all_files(config.folder)
+    said = []
+    for (rule, remedy), differing in _differences(config, config.folder, layers, found).items():
+        if loaded := [layer.name for layer in differing if not layer.is_mtp]:
+            raise DamagedCheckpointError(rule, remedy, f"{config.path}, {compact_layer_names(loaded)}")
+        names = compact_layer_names(layer.name for layer in differing)
+        said.append(f"{names}: {rule}, where speculative decoding uses these layers. {remedy}")
+    return [*said, *absences]
+
+
+def layer_errors(
+    config: CheckpointFiles, layers: Sequence[ExpertLayer], found: Mapping[str, ExpertTensors]
+) -> dict[str, DamagedCheckpointError]:
+    """What `check_expert_counts` refuses, of every layer, by vLLM's name; without multi-token prediction modules.
+
+    Arguments are those of `check_expert_counts`.
+    """
+    if config.folder is None:
+        return {}
+    errors: dict[str, DamagedCheckpointError] = {}
+    for (rule, remedy), differing in _differences(config, config.folder, layers, found).items():
+        names = [layer.name for layer in differing if not layer.is_mtp]
+        where = f"{config.path}, {compact_layer_names(names)}"
+        errors |= dict.fromkeys(names, DamagedCheckpointError(rule, remedy, where))
+    if absence := absence_error(config, layers, found):
+        errors |= {layer.name: absence for layer in absent_layers(config, layers, found) if not layer.is_mtp}
+    return errors
+
+
+def _differences(
+    config: CheckpointFiles, folder: Path, layers: Sequence[ExpertLayer], found: Mapping[str, ExpertTensors]
+) -> dict[tuple[str, str], list[ExpertLayer]]:
+    """Layers of which the files hold other experts than the config says, by what is wrong and the remedy."""
+    is_complete = has_all_files(folder)
     by_module: dict[str, dict[int, ExpertLayer]] = {}
     for layer in layers:
         for module, first in layer.names.modules_in_files():
             if module in found:
                 by_module.setdefault(module, {})[first] = layer
-    errors: dict[tuple[str, str], list[str]] = {}
-    notes: dict[tuple[str, str], list[str]] = {}
+    wrong: dict[str, tuple[str, str] | None] = {}
+    judged: dict[ExpertLayer, list[str]] = {}
     for module, sharing in by_module.items():
         checked = next((layer for layer in sharing.values() if layer.is_quantized), None)
         if checked is None or not all(layer.num_experts for layer in sharing.values()):
             continue
         numbers = {first + index for first, layer in sharing.items() for index in range(layer.num_experts)}
         field = _field(config) if len(sharing) == 1 else ""
-        if words := _difference(found[module], numbers, field, is_complete):
-            (notes if checked.is_mtp else errors).setdefault(words, []).append(checked.name)
-    for (rule, remedy), names in errors.items():
-        raise DamagedCheckpointError(rule, remedy, f"{config.path}, {compact_layer_names(names)}")
-    said = [
-        f"{compact_layer_names(names)}: {rule}, where speculative decoding uses these layers. {remedy}"
-        for (rule, remedy), names in notes.items()
-    ]
-    return [*said, *absences]
+        wrong[module] = _difference(found[module], numbers, field, is_complete)
+        judged.setdefault(checked, []).append(module)
+    words: dict[tuple[str, str], list[ExpertLayer]] = {}
+    apart: dict[tuple[int, str], list[tuple[ExpertLayer, str, str]]] = {}
+    for layer, modules in judged.items():
+        # A layer may be whole under several names; of those that lack experts, the fullest is its own.
+        own = max(modules, key=lambda each: (wrong[each] is None, found[each].size) if found[each].size else (False, 0))
+        if other := next((each for each in modules if each != own and wrong[each]), ""):
+            held = _numbered(sorted(found[other].numbers)) if found[other].numbers else "others"
+            apart.setdefault((found[own].size, held), []).append((layer, own, other))
+        elif difference := wrong[own]:
+            words.setdefault(difference, []).append(layer)
+    for (size, held), differing in apart.items():
+        its = shortened(compact_layer_names(name for _, name, _ in differing))
+        others = shortened(compact_layer_names(name for _, _, name in differing))
+        rule = f"the files hold {_experts(size)} under {its}, and {held} under {others}"
+        rule += ": vLLM's loaders read a layer's experts under one name"
+        words[rule, f"{_FETCH}, or leave a layer one name in them"] = [layer for layer, _, _ in differing]
+    return words
 
 
 def _check_absences(
@@ -129,7 +173,7 @@ def _remedy_of_absence(folder: Path) -> str:
     if indexed is not None and (others := sorted(own.difference(indexed))):
         rule = f"{INDEX_NAME} does not name {shortened(', '.join(others))}, which vLLM does not read then"
         return f"{rule}. Fetch it again, or remove it where all files of the folder belong to the model"
-    return "Fetch the files that belong to this config" if has_all_files(folder) else "Fetch the files that are missing"
+    return _FETCH if has_all_files(folder) else "Fetch the files that are missing"
 
 
 def _field(config: CheckpointFiles) -> str:
@@ -147,12 +191,15 @@ def _difference(found: ExpertTensors, numbers: set[int], field: str, is_complete
         field: see `_field`.
         is_complete: all files are there. Where one is missing, experts may be in it.
     """
-    expected, others = len(numbers), "Fetch the files that belong to this config"
+    expected, others = len(numbers), _FETCH
     if other := next((count for count in sorted(found.counts) if count != expected), None):
         rule = f"a tensor of the files holds {_experts(other)}, and the config says {expected}: vLLM would not load it"
         return rule, _or_set(others, field, other)
     if not found.numbers:
         return None
+    if 0 < len(found.plain) < len(found.numbers):
+        rule = f"the files hold {_numbered(sorted(found.plain))} in 16 bits, and others of the layer quantized"
+        return rule, "vLLM takes one format for all experts of a layer: quantize all of them, or none"
     held = f"the files hold {_experts(len(found.numbers))}, and the config says {expected}"
     more, fewer = sorted(found.numbers - numbers), sorted(numbers - found.numbers)
     if more:

@@ -346,13 +346,13 @@ def compact_layer_names(names: Iterable[str]) -> str:
     groups: dict[tuple[str, str], list[int]] = {}
     others = []
     for name in names:
-        before, _, rest = name.partition(".layers.")
+        before, _, rest = f".{name}".partition(".layers.")  # a name may begin so
         number, _, after = rest.partition(".")
         if number.isdecimal():
             groups.setdefault((before, after), []).append(int(number))
         else:
             others.append(name)
-    ranges = [f"{before}.layers.{index_ranges(found)}.{after}" for (before, after), found in groups.items()]
+    ranges = [f"{before}.layers.{index_ranges(found)}.{after}"[1:] for (before, after), found in groups.items()]
     return ", ".join(ranges + others)
 
 

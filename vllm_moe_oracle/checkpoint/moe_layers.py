@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from ..releases.models import last_release_with
 from ..settings import AUTO
 from ..untrusted import boundary
 from .dtypes import served_dtype
-from .expert_counts import absence_error, absent_layers, check_expert_counts
+from .expert_counts import absent_layers, check_expert_counts, layer_errors
 from .files import CheckpointFiles
 from .layer_names import (
     MTP_COUNT_FIELDS,
@@ -152,10 +152,7 @@ def _find_moe_layers(
     layers += mtp_layers(config, vllm)
     in_files, unread = _experts_in_files(config, layers)
     kinds = _kinds_in_files(in_files, layers)
-    plain = set()
-    if config.quantization is not None and takes_modules_from_files(*config.quantization, method):
-        plain = {name for name, each in kinds.items() if are_floating_point(each)}
-    layers = [replace(each, format=None if each.name in plain else format_of(each.names)) for each in layers]
+    layers = _with_formats(config, layers, kinds, format_of, method)
     problems, mtp_problems = (
         tuple(
             layer_problem(each, each.format, ranks, dtype, ragged_shards, vllm)
@@ -243,29 +240,50 @@ def _kinds_in_files(found: Mapping[str, ExpertTensors], layers: Iterable[ExpertL
     }
 
 
-def layers_without_experts(
-    config: CheckpointFiles, vllm: str | None = None
-) -> tuple[Collection[str], DamagedCheckpointError | None]:
-    """The layers of which a checkpoint's files hold no expert. For a server: it takes some formats' quantized layers
-    from the files, and such a layer for an unquantized one.
+def refused_layers(config: CheckpointFiles, vllm: str | None = None) -> Mapping[str, DamagedCheckpointError]:
+    """The layers that `find_moe_layers` refuses for the experts that a checkpoint's files hold, each with the error.
+    For a server: it takes some formats' quantized layers from the files, and a layer without experts for an unquantized
+    one.
 
     Args:
         config: the checkpoint's.
         vllm: the release of vLLM; None for the newest.
 
     Returns:
-        vLLM's names of the layers, without multi-token prediction modules, and the error to refuse them with; no names
-        and None where there are no such layers.
+        By vLLM's name of the layer, without multi-token prediction modules.
 
     Raises:
         CheckpointError: the config or the files cannot be read.
     """
     layers = expert_layers(config, vllm)
     in_files, unread = _experts_in_files(config, layers)
-    format_of, _ = _expert_formats(config, "", vllm)
-    layers = [] if unread else [replace(each, format=format_of(each.names)) for each in layers]
-    error = absence_error(config, layers, in_files)
-    return (() if error is None else {each.name for each in absent_layers(config, layers, in_files)}), error
+    if unread:
+        return {}
+    format_of, method = _expert_formats(config, "", vllm)
+    layers = _with_formats(config, layers, _kinds_in_files(in_files, layers), format_of, method)
+    return layer_errors(config, layers, in_files)
+
+
+def _with_formats(
+    config: CheckpointFiles,
+    layers: Sequence[ExpertLayer],
+    kinds: Mapping[str, TensorKinds],
+    format_of: FormatLookup,
+    method: str,
+) -> list[ExpertLayer]:
+    """The layers with how their experts are stored: by the config, and by the files where it leaves that to them.
+
+    Args:
+        config: the checkpoint's.
+        layers: the layers.
+        kinds: what the files hold of each, by vLLM's name.
+        format_of: see `_expert_formats`.
+        method: vLLM's name for the quantization.
+    """
+    plain = set()
+    if config.quantization is not None and takes_modules_from_files(*config.quantization, method):
+        plain = {name for name, each in kinds.items() if are_floating_point(each)}
+    return [replace(each, format=None if each.name in plain else format_of(each.names)) for each in layers]
 
 
 def _notes_on_files(

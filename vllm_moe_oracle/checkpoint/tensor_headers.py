@@ -141,18 +141,28 @@ class ExpertTensors:
     Attributes:
         kinds: see `TensorKinds`.
         numbers: the experts that have tensors of their own, besides biases.
+        plain: those of them that have a matrix in 16 bits or more.
         counts: how many experts the tensors have that hold those of all.
     """
 
     kinds: set[tuple[str, str]] = field(default_factory=set)
     numbers: set[int] = field(default_factory=set)
+    plain: set[int] = field(default_factory=set)
     counts: set[int] = field(default_factory=set)
 
-    def add(self, rest: str, tensor: _Tensor) -> None:
+    @property
+    def size(self) -> int:
+        """How many experts there are."""
+        return max(len(self.numbers), *self.counts, 0)
+
+    def add(self, rest: str, kind: tuple[str, str], tensor: _Tensor) -> None:
         """Adds a tensor; `rest` is what follows the module in its name, and may be cut at its end."""
+        self.kinds.add(kind)
         first, _, others = rest.partition(".")
         if others and first.isdecimal() and first.isascii() and len(first) <= _MAX_DIGITS:
             self.numbers.add(int(first))
+            if _is_plain(kind):
+                self.plain.add(int(first))
         elif first in _ALL_EXPERTS and tensor.shape:
             self.counts.add(tensor.shape[0])
 
@@ -206,8 +216,8 @@ def expert_tensors(folder: Path, modules: Collection[str]) -> dict[str, ExpertTe
             # Truncated first: rpartition copies, and a name in a file may have megabytes.
             if not name.endswith("bias") and (module := _module_of(name[: longest + 1], wanted)):
                 layer = found.setdefault(module, ExpertTensors())
-                layer.kinds.add((name.rpartition(".")[2], tensor.dtype))
-                layer.add(name[len(module) + 1 : len(module) + _MOST_CHARS], tensor)
+                rest = name[len(module) + 1 : len(module) + _MOST_CHARS]
+                layer.add(rest, (name.rpartition(".")[2], tensor.dtype), tensor)
     return found
 
 

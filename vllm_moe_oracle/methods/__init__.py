@@ -12,7 +12,7 @@ Machinery:
 * `load_caches`: what holds for one load only.
 * `token_dispatch`: two backends for one layer, by number of tokens.
 * `weight_loading`: checks of tensors as vLLM's loader copies them; sentinels.
-* `absent_experts`: layers that a checkpoint's files lack, which vLLM would serve unquantized.
+* `absent_experts`: layers and experts that a checkpoint's files lack, which vLLM would take for unquantized ones.
 * `correction_bias`: what a checkpoint brings into routers' correction biases.
 * `load_summary`: which layers of a model are served by which backend.
 * `dtypes`: dtypes of models with quantized experts.

@@ -13,7 +13,7 @@ import functools
 import logging
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -29,7 +29,7 @@ from ..compat.layer_context import set_current_layer
 from ..core.problem import Problem, Scheme
 from ..core.sharding import has_act_order, shard_by_scale_groups
 from ..errors import CheckpointError, NoBackendError
-from ..quantization import parse_config
+from ..quantization import parse_config, takes_modules_from_files
 from ..quantization.types import (
     GATED_PROJECTIONS,
     NUMBERED_PROJECTION_MODELS,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.moe_oracle")
 
+_WHERE = "quantization_config"
 _GPT_OSS_SHARDS = {"gpt_oss_w13": "w13", "gpt_oss_w2": "w2"}
 """Shard names of gpt-oss's loader; the first one is a tensor with interleaved rows of gate and up."""
 
@@ -342,18 +343,24 @@ class Wna16ConfigMixin(EmulatedDtypesMixin):
         moe_method_cls: the method of the experts.
         expert_biases: the checkpoint holds biases of experts.
         expert_scheme: what the checkpoint holds for the layer whose config this is; None for the config of a model.
+        stated_fields: the checkpoint's config, where the object has lists of modules that are from its files.
     """
 
     moe_method_cls: ClassVar[type[Any]]
     expert_biases: bool = False
     expert_scheme: Scheme | None = None
+    stated_fields: Mapping[str, Any] | None = None
 
     @abstractmethod
     def checkpoint_fields(self) -> dict[str, Any]:
         """The object as the fields of a checkpoint's config."""
 
     def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
-        """Reads the names of the checkpoint's tensors, for biases of experts that the config does not mention."""
+        """Reads the names of the checkpoint's tensors, for biases of experts that the config does not mention. The
+        stock class takes quantized modules from them, where the config lists none."""
+        stated = self.checkpoint_fields()
+        if takes_modules_from_files(stated, _WHERE, self.get_name()):  # type: ignore[attr-defined]  # of the stock class
+            self.stated_fields = stated
         super().maybe_update_config(model_name, *args, **kwargs)  # type: ignore[misc]  # of the mixin's stock class
         self.expert_biases = has_expert_biases(model_name, kwargs.get("revision"))
 
@@ -383,8 +390,19 @@ class Wna16ConfigMixin(EmulatedDtypesMixin):
         Args:
             prefix: the layer's name.
             layer: the layer, if there is one.
+
+        Raises:
+            CheckpointError: entries of the config say different things of experts of the layer, or the files lack some.
         """
-        return parse_config(self.checkpoint_fields(), "quantization_config")(expert_layer_names(prefix, layer))
+        names = expert_layer_names(prefix, layer)
+        try:
+            return parse_config(self.checkpoint_fields(), _WHERE)(names)
+        except CheckpointError:
+            absent_experts.refuse(prefix)
+            if self.stated_fields is None:
+                raise
+        # No entry of the config says so: the files lack experts, and loading says which.
+        return parse_config(self.stated_fields, _WHERE)(names)
 
 
 def has_expert_biases(model_name: str, revision: str | None = None) -> bool:
