@@ -13,6 +13,7 @@ from vllm_moe_oracle.devices import catalog
 from vllm_moe_oracle.measurements import profile
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
+from vllm_moe_oracle.measurements.store import Store
 
 SHAPE = kernel_shape_of(problem())
 HERE = Environment.of(H200)
@@ -20,6 +21,11 @@ HERE = Environment.of(H200)
 
 def sample(tokens: int = 1, backend: str = "marlin_mxfp8", us: float = 50.0) -> Sample:
     return Sample(backend, "16bit", tokens, "uniform", us, us * 0.98, us * 1.02, 20, 1e-3)
+
+
+def kept(store: Store) -> dict[int, float]:
+    """The times of a store's samples of `SHAPE`, by tokens."""
+    return {each.tokens: each.us for _, samples in store.samples(SHAPE) for each in samples}
 
 
 def measured_card(path: Path) -> Device:
