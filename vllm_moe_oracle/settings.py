@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,12 +19,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from .core import objectives
-from .core.decimals import parse_decimal
-from .core.env_vars import ENV_PREFIX
+from .core.env_vars import ENV_PREFIX, meant_variable
 from .core.env_vars import env_var as env_var
 from .core.field_checks import check_value
 from .core.overrides import Override, parse_overrides
+from .core.setting_values import (
+    read_boolean,
+    read_fraction,
+    read_name,
+    read_name_list,
+    read_objective,
+    read_one_of,
+    read_path,
+    read_seconds,
+    read_seconds_or_off,
+)
 from .errors import SettingError, did_you_mean
 
 CONFIG_SECTION = "moe_oracle"
@@ -39,102 +47,45 @@ SelfCheck = Literal["off", "group", "all", "strict"]
 ScaleRule = Literal["ceil", "floor", "llm-compressor"]
 """The rules of `vllm_moe_oracle.schemes.mxfp8.e8m0_from_amax`, which imports torch."""
 
-_TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
-_FALSE_WORDS = frozenset({"0", "false", "no", "off"})
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a setting needs of others to influence anything.
+
+    Attributes:
+        doc: where it has no effect, for the page of settings.
+        missing: why it has none beside other settings and vLLM's ``--moe-backend`` (None where that is unknown); "" if
+            it may have one.
+        remedy: what the user can do then.
+    """
+
+    doc: str
+    missing: Callable[[Settings, str | None], str]
+    remedy: str = "Leave one of the two out"
 
 
-def _boolean(value: object, where: str) -> bool:
-    if isinstance(value, bool):
-        return value
-    word = str(value).strip().lower()
-    if word in _TRUE_WORDS or word in _FALSE_WORDS:
-        return word in _TRUE_WORDS
-    raise SettingError(
-        f"{value!r} is not a boolean", f"Write one of {', '.join(sorted(_TRUE_WORDS | _FALSE_WORDS))}", where
-    )
+def _why_no_times(chosen: Settings, moe_backend: str | None) -> str:
+    return "" if chosen.use_measurements else f"{chosen.source('use_measurements')} switches measured times off"
 
 
-def _to_float(value: object) -> float:
-    """A number as it is written in an environment variable or in JSON; NaN for anything else."""
-    if isinstance(value, str):
-        return parse_decimal(value)
-    try:
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    except OverflowError:
-        return math.nan
+def _why_no_choice(chosen: Settings, moe_backend: str | None) -> str:
+    leaves_some = chosen.on_unavailable == "fallback" or any(each.backend == AUTO for each in chosen.overrides)
+    named = chosen.backend != AUTO and not leaves_some
+    return f"{chosen.source('backend')} names the backend of every layer" if named else ""
 
 
-MAX_SECONDS = 86400.0
-"""A day. torch's time-outs have limits of their own, above which they overflow."""
+def _why_nothing_is_named(chosen: Settings, moe_backend: str | None) -> str:
+    names = (chosen.backend, moe_backend, *(each.backend for each in chosen.overrides))
+    return "no backend is chosen by name" if all(each == AUTO for each in names) else ""
 
 
-def _seconds(value: object, where: str) -> float:
-    seconds = _to_float(value)
-    if not 0.1 <= seconds <= MAX_SECONDS:
-        remedy = f"Write a number of seconds from 0.1 to {MAX_SECONDS:.0f}, which is a day"
-        raise SettingError(f"{value!r} is not a time in seconds", remedy, where)
-    return seconds
-
-
-def _seconds_or_off(value: object, where: str) -> float:
-    seconds = _to_float(value)
-    if seconds != 0 and not 1 <= seconds <= MAX_SECONDS:
-        remedy = f"Write a number of seconds from 1 to {MAX_SECONDS:.0f}, or 0 to switch it off"
-        raise SettingError(f"{value!r} is not a time in seconds", remedy, where)
-    return seconds
-
-
-def _fraction(value: object, where: str) -> float:
-    if isinstance(value, str) and value.endswith("%"):
-        fraction = _to_float(value.removesuffix("%")) / 100
-    else:
-        fraction = _to_float(value)
-    if not 0 <= fraction < 1:
-        raise SettingError(f"{value!r} is not in [0, 1)", "Write a number from 0 to 0.999, or a percentage: 3%", where)
-    return fraction
-
-
-def _objective(value: object, where: str) -> str:
-    if isinstance(value, Mapping):
-        value = ",".join(f"{tokens}:{_decimal_text(weight)}" for tokens, weight in value.items())
-    return objectives.parse_objective(_name(value, where), where).name
-
-
-def _decimal_text(value: object) -> str:
-    """A number of JSON without an exponent; anything else as it is."""
-    if isinstance(value, float) and objectives.MIN_WEIGHT <= value <= objectives.MAX_WEIGHT:
-        return f"{value:.12f}"
-    return str(value)
-
-
-def _name(value: object, where: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise SettingError(f"{value!r} is not a name", "Write a name, or leave the setting out", where)
-    return value.strip()
-
-
-def _path(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise SettingError(f"{value!r} is not a path", "Write a path as a text", where)
-    return value
-
-
-def _name_list(value: object, where: str) -> tuple[str, ...]:
-    if isinstance(value, str):
-        value = [part for part in value.split(",") if part.strip()]
-    if not isinstance(value, list | tuple):
-        raise SettingError(f"{value!r} is not a list of names", "Separate names with commas", where)
-    return tuple(_name(part, where) for part in value)
-
-
-def _one_of(words: tuple[str, ...]) -> Callable[[object, str], str]:
-    def read(value: object, where: str) -> str:
-        word = str(value).strip().lower()
-        if word in words:
-            return word
-        raise SettingError(f"{value!r} is not one of {', '.join(words)}", "Write one of them", where)
-
-    return read
+_TIMES = Need("where `use_measurements` is 0", _why_no_times)
+_CHOICE = Need("where `backend` names one, `on_unavailable` is error, and no override says auto", _why_no_choice)
+_NAMED = Need(
+    "where nothing names a backend: `backend`, `overrides`, --moe-backend",
+    _why_nothing_is_named,
+    "Name a backend, or leave it out",
+)
 
 
 def _setting(
@@ -146,6 +97,7 @@ def _setting(
     shared: bool,
     of_rank_0: bool = False,
     startup_only: bool = False,
+    needs: tuple[Need, ...] = (),
 ) -> Any:
     """A field of `Settings`.
 
@@ -158,24 +110,26 @@ def _setting(
             do together. Ranks may differ in other settings.
         of_rank_0: it changes the order of the backends that may run, and all ranks take the order of rank 0.
         startup_only: it takes effect before an engine has an ``--additional-config``.
+        needs: without which of other settings it has no effect.
     """
-    metadata = {"read": read, "help": help, "metavar": metavar, "shared": shared}
+    metadata = {"read": read, "help": help, "metavar": metavar, "shared": shared, "needs": needs}
     return field(default=default, metadata=metadata | {"of_rank_0": of_rank_0, "startup_only": startup_only})
 
 
-def _flag(default: bool, help: str, *, shared: bool, of_rank_0: bool = False, startup_only: bool = False) -> Any:
+def _flag(default: bool, help: str, **marks: Any) -> Any:
     """A field of `Settings` that is on or off; see `_setting`."""
-    return _setting(default, _boolean, help, "0|1", shared=shared, of_rank_0=of_rank_0, startup_only=startup_only)
+    return _setting(default, read_boolean, help, "0|1", **marks)
 
 
-def _choice(words: Any, default: str, help: str, *, shared: bool) -> Any:
+def _choice(words: Any, default: str, help: str, **marks: Any) -> Any:
     """A field of `Settings` with one of the values of a `Literal`; see `_setting`."""
-    return _setting(default, _one_of(get_args(words)), help, "|".join(get_args(words)), shared=shared)
+    return _setting(default, read_one_of(get_args(words)), help, "|".join(get_args(words)), **marks)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The user's settings. `sources` has the origin of each one that is not at its default."""
+    """The user's settings. `sources` has the origin of each one that is not at its default, `misspelled` an error for
+    each name of others that is nearly a setting's."""
 
     enabled: bool = _flag(True, "use the plugin; 0 leaves vLLM unchanged", startup_only=True, shared=True)
     force: bool = _flag(
@@ -183,14 +137,14 @@ class Settings:
     )
     strict: bool = _flag(
         False,
-        "raise an error instead of standing down, and for settings without effect (an override that decides no layer, "
-        "a profile that cannot be read)",
+        "raise an error instead of standing down, and for settings without effect: those that this table says, names "
+        "that are nearly a setting's, overrides that decide no layer, and a profile that cannot be read",
         startup_only=True,
         shared=False,
     )
     backend: str = _setting(
         AUTO,
-        _name,
+        read_name,
         "backend for every layer, or auto; a family's name (marlin, humming, ...) stands for its backend for the "
         "layer's format; takes precedence over vLLM's --moe-backend",
         "NAME",
@@ -205,7 +159,7 @@ class Settings:
     )
     disable: tuple[str, ...] = _setting(
         (),
-        _name_list,
+        read_name_list,
         "backends that must not be chosen; a family's name (marlin, humming, ...) stands for all of its backends",
         "NAME,...",
         shared=True,
@@ -215,6 +169,7 @@ class Settings:
         "error",
         "what happens when an explicitly chosen backend cannot run: an error, or a logged fallback",
         shared=True,
+        needs=(_NAMED,),
     )
     activations: Activations = _choice(
         Activations,
@@ -252,7 +207,7 @@ class Settings:
     )
     rank_sync_timeout: float = _setting(
         600.0,
-        _seconds,
+        read_seconds,
         "seconds that a rank waits for the other ranks, which may still load or check weights, before it fails",
         "SECONDS",
         shared=False,
@@ -265,28 +220,31 @@ class Settings:
     )
     measure_at_start: float = _setting(
         60.0,
-        _seconds_or_off,
+        read_seconds_or_off,
         "seconds in which a server may measure layers that neither measurements nor predictions decide; it measures "
         "before it loads weights, in another process, and keeps the times in the cache; 0 is off",
         "SECONDS",
         shared=True,
+        needs=(_TIMES, _CHOICE),
     )
     objective: str = _setting(
         "balanced",
-        _objective,
+        read_objective,
         "token counts that measured choices optimize: decode (1 to 256), prefill (512 to 4096), balanced (half and "
         "half), or weights by number of tokens",
         "decode|prefill|balanced|TOKENS:WEIGHT,...",
         shared=False,
         of_rank_0=True,
+        needs=(_TIMES,),
     )
     min_time_saving: float = _setting(
         0.03,
-        _fraction,
+        read_fraction,
         "fraction of the static choice's time that another backend must save to replace it",
         "FRACTION",
         shared=False,
         of_rank_0=True,
+        needs=(_TIMES,),
     )
     allow_second_layout: bool = _flag(
         False,
@@ -294,6 +252,7 @@ class Settings:
         "faster",
         shared=False,
         of_rank_0=True,
+        needs=(_TIMES, _CHOICE),
     )
     ragged_shards: bool = _flag(
         False,
@@ -303,18 +262,29 @@ class Settings:
     )
     cache: str = _setting(
         "",
-        _path,
+        read_path,
         "directory of the measurements that tune and measure_at_start write; by default in the user's cache directory",
         "DIR",
         shared=False,
+        needs=(_TIMES,),
     )
     profile: str = _setting(
-        "", _path, "file of measurements that takes precedence over the cache; never written", "FILE", shared=False
+        "",
+        read_path,
+        "file of measurements that takes precedence over the cache; never written",
+        "FILE",
+        shared=False,
+        needs=(_TIMES,),
     )
     report: str = _setting(
-        "", _path, "file to which each process appends its decisions, one JSON object per line", "PATH", shared=False
+        "",
+        read_path,
+        "file to which each process appends its decisions, one JSON object per line",
+        "PATH",
+        shared=False,
     )
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    misspelled: tuple[SettingError, ...] = field(default=(), compare=False)
 
     @property
     def names_backends(self) -> bool:
@@ -344,6 +314,28 @@ FIELDS: Mapping[str, dataclasses.Field[Any]] = MappingProxyType(
 )
 
 
+def without_effect(settings: Settings, moe_backend: str | None = None) -> tuple[SettingError, ...]:
+    """What the user has set in vain: misspelled names, and values that cannot influence a server because of other
+    settings. Values that switch off what is off in any case are not in vain, and nothing is where the plugin is off.
+
+    Args:
+        settings: the settings.
+        moe_backend: vLLM's ``--moe-backend``; None where it is unknown.
+    """
+    if not settings.enabled:
+        return ()
+    found = list(settings.misspelled)
+    for name, each in FIELDS.items():
+        value = getattr(settings, name)
+        if value == each.default or value is False or (name, value) == ("measure_at_start", 0):
+            continue
+        missing = ((need, need.missing(settings, moe_backend)) for need in each.metadata["needs"])
+        need, why = next(((need, why) for need, why in missing if why), (None, ""))
+        if need is not None:
+            found.append(SettingError(f"has no effect: {why}", need.remedy, settings.source(name)))
+    return tuple(found)
+
+
 def shared_values(settings: Settings) -> dict[str, Any]:
     """The settings that all ranks of a model need in common, by environment variable."""
     return _marked_values(settings, "shared")
@@ -360,6 +352,25 @@ def _marked_values(settings: Settings, mark: str) -> dict[str, Any]:
 
 def _unknown_setting(name: str, valid: list[str], where: str) -> SettingError:
     return SettingError(f"unknown setting {name!r}", f"{did_you_mean(name, valid)}Valid are {', '.join(valid)}", where)
+
+
+def _misspelled_names(environment: Mapping[str, str], additional_config: object) -> Iterator[SettingError]:
+    """Errors for names of others that are nearly those of our settings. Nothing is said of an unknown word, nor of a
+    key whose value the setting of that name could not take."""
+    where = "--additional-config"
+    for key in sorted(environment):
+        if not key.startswith(ENV_PREFIX) and (meant := meant_variable(key, tuple(FIELDS))):
+            yield SettingError(f"{key!r} is no variable of a setting", f"Did you mean {meant}?", "environment")
+    for key, value in additional_config.items() if isinstance(additional_config, Mapping) else ():
+        if key == CONFIG_SECTION or not isinstance(key, str):
+            continue
+        if key in FIELDS and not FIELDS[key].metadata["startup_only"]:
+            with contextlib.suppress(SettingError):
+                FIELDS[key].metadata["read"](value, where)
+                remedy = f'Did you mean {{"{CONFIG_SECTION}": {{"{key}": ...}}}}?'
+                yield SettingError(f"the key {key!r} is not read outside of {CONFIG_SECTION!r}", remedy, where)
+        elif meant_variable(key, tuple(FIELDS)):
+            yield SettingError(f"the key {key!r} is not read", f'Did you mean {{"{CONFIG_SECTION}": ...}}?', where)
 
 
 def load(
@@ -398,7 +409,8 @@ def load(
     if environment is not None and (bare := sorted(name for name in environment if name in FIELDS)):
         remedy = f"Write {env_var(bare[0])}, or give settings by name in assignments"
         raise SettingError(f"{bare[0]!r} is not an environment variable of a setting", remedy, "environment")
-    for key, value in sorted((os.environ if environment is None else environment).items()):
+    variables_here = os.environ if environment is None else environment
+    for key, value in sorted(variables_here.items()):
         if key.startswith(ENV_PREFIX):
             if key not in variables:
                 raise _unknown_setting(key, sorted(variables), "environment")
@@ -419,7 +431,8 @@ def load(
         if name not in FIELDS:
             raise _unknown_setting(name, sorted(FIELDS), prefix.rstrip(" ."))
         put(name, word, options.get(name, f"{prefix}{name}"))
-    return Settings(**values, sources=sources)
+    misspelled = tuple(_misspelled_names(variables_here, additional_config))
+    return Settings(**values, sources=sources, misspelled=misspelled)
 
 
 def is_strict(environment: Mapping[str, str] | None = None) -> bool:
@@ -430,7 +443,7 @@ def is_strict(environment: Mapping[str, str] | None = None) -> bool:
     """
     value = (os.environ if environment is None else environment).get(env_var("strict"))
     try:
-        return bool(value and value.strip()) and _boolean(value, "")
+        return bool(value and value.strip()) and read_boolean(value, "")
     except SettingError:
         return True
 

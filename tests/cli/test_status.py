@@ -147,8 +147,10 @@ def test_a_profile_of_another_gpu_fails_the_check(run: Run, monkeypatch: pytest.
         assert result.status == (1 if words else 0), device
         assert f"{said}{words}" in result.text if words else said not in result.text
         assert run("status").status == 0
-    monkeypatch.setenv("MOE_ORACLE_USE_MEASUREMENTS", "0")  # no profile is asked
-    assert run("status", "--check").status == 0
+    monkeypatch.setenv("MOE_ORACLE_USE_MEASUREMENTS", "0")  # no profile is asked, of whichever GPU it is
+    result = run("status", "--check")
+    assert result.status == 1 and said not in result.text
+    assert "environment variable MOE_ORACLE_PROFILE: has no effect: environment" in result.text
 
 
 def test_numbers_have_their_units(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

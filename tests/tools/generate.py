@@ -108,7 +108,8 @@ def settings() -> str:
         default = field.default
         shown = "" if default in ((), "") else str(int(default)) if isinstance(default, bool) else str(default)
         values = str(field.metadata["metavar"]).replace("|", " \\| ")
-        help_text = str(field.metadata["help"]).replace("|", "\\|")
+        limits = (f"; no effect {need.doc}" for need in field.metadata["needs"])
+        help_text = (str(field.metadata["help"]) + "".join(limits)).replace("|", "\\|")
         cell = f"`{shown}`" if shown else "none"
         ranks = "same" if field.metadata["shared"] else "rank 0's" if field.metadata["of_rank_0"] else "any"
         rows.append((f"`{name}`", f"`{settings_module.env_var(name)}`", values, cell, ranks, help_text))

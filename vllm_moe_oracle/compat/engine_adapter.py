@@ -57,6 +57,10 @@ class EngineAdapter:
         """vLLM's version."""
         return str(vllm.__version__)
 
+    def has_draft(self) -> bool:
+        """Whether another model drafts for the engine's."""
+        return len(models_of(self.engine())) > 1
+
     def additional_config(self) -> object:
         """``--additional-config`` of the engine."""
         return self.engine().additional_config

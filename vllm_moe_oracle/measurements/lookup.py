@@ -235,9 +235,10 @@ def _sources(
 
 
 def profile_error(settings: Settings) -> str:
-    """Why the profile of the setting `profile` cannot be read; "" if it can, none is set, or it is not asked."""
+    """Why the profile of the setting `profile` cannot be read; "" if it can, or none is set. A misspelled path is said
+    whether or not times are asked."""
     try:
-        if settings.profile and settings.use_measurements:
+        if settings.profile:
             _read_profile(settings.profile)
     except MeasurementError as error:
         return sanitize(f"the profile of {settings.source('profile')} is not used: {error}")

@@ -112,7 +112,8 @@ class OracleMoEMethod(StockFallback):
             CheckpointError: vLLM would load what `save_sharded_state` wrote.
             NoBackendError: no backend can run the layer, or the requested one cannot.
             RankSyncError: the ranks of the layer differ in what they compute with, or cannot agree on a backend.
-            SettingError: a setting cannot be read, or an option contradicts LoRA adapters.
+            SettingError: a setting cannot be read, or has no effect where settings are strict, or an option contradicts
+                LoRA adapters.
         """
         if hasattr(self, "decision"):  # `__new__` has called the constructor already; Python calls it again
             return
@@ -131,6 +132,7 @@ class OracleMoEMethod(StockFallback):
         self.adapter.require_original(name)
         with rank_sync.notify_on_failure(rank_comparison.make_group(), f"the settings and the shape of {name}"):
             self.settings = chosen = settings.load(additional_config=self.adapter.additional_config())
+            load_summary.warn_without_effect(chosen, moe.moe_backend, self.registry)
             declared = scheme.activations
             scheme, requested_by = self._requested_scheme(scheme)
             problem = self._refine_problem(self.adapter.problem(moe, layer, name, scheme))

@@ -28,6 +28,8 @@ from ..core.overrides import unused_override_errors
 from ..devices import detect
 from ..errors import NoBackendError, sanitize
 from ..measurements.tune_command import tune_command
+from ..oracle.backend_names import list_without_effect
+from ..oracle.registry import Registry
 from ..settings import AUTO, Settings, report_path
 from ..untrusted import describe
 from . import backend_check, first_start
@@ -127,6 +129,20 @@ def warn_once(words: str, where: str) -> None:
     if words not in _warned:
         _warned.add(words)
         logger.warning("moe_oracle: %s: %s", where, words)
+
+
+def warn_without_effect(settings: Settings, moe_backend: str, registry: Registry) -> None:
+    """Warns once per load of settings that have no effect, whatever the model is.
+
+    Raises:
+        SettingError: there is one, and the setting `strict` is on.
+    """
+    # Of a model and its draft each may have a --moe-backend of its own.
+    known = None if current_adapter().has_draft() else moe_backend
+    for words in list_without_effect(settings, known, registry):
+        if words not in _warned:
+            _warned.add(words)
+            logger.warning("moe_oracle: %s", words)
 
 
 def record_stock_layer(layer: str, features: Collection[str], stock_class: str, error: NoBackendError) -> None:

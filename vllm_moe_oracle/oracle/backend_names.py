@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from ..backends import Backend
 from ..core.problem import SchemeName
 from ..errors import SettingError, did_you_mean
 from ..releases.vllm_names import MOE_BACKENDS
-from ..settings import AUTO, Settings
+from ..settings import AUTO, Settings, env_var, without_effect
 from .registry import Registry, default_registry
 
 
@@ -29,9 +29,13 @@ def check_backend_names(
         schemes: those of the model's layers, whose backends are suggested first; empty where they are unknown.
 
     Raises:
-        SettingError: `backend`, `overrides`, `disable` or `moe_backend` has an unknown name.
+        SettingError: `backend`, `overrides`, `disable` or `moe_backend` has an unknown name, or `disable` has all
+            that another one names, and ``on_unavailable`` is not ``fallback``.
     """
     registry = registry if registry is not None else default_registry()
+    if settings.on_unavailable == "error":
+        for error in _disabled_choices(settings, moe_backend, registry, option):
+            raise error
     named = known_names(registry)
     options = registry.families().keys() | MOE_BACKENDS | {AUTO}  # of layers that are left to stock vLLM, too
     suggested = [backend for backend in registry if set(backend.schemes) & set(schemes)]
@@ -43,6 +47,38 @@ def check_backend_names(
         ([] if moe_backend in registry else [moe_backend], options, option),
     ):
         require_known(names, valid, source, registry, suggested)
+
+
+def _disabled_choices(settings: Settings, moe_backend: str, registry: Registry, option: str) -> Iterator[SettingError]:
+    """Errors for backends that are chosen by name and disabled."""
+    disabled = {each for name in settings.disable for each in registry.selected(name)}
+    chosen = [(settings.backend, settings.source("backend")), (moe_backend, option)]
+    chosen += [(each.backend, settings.source("overrides")) for each in settings.overrides]
+    for name, source in dict.fromkeys(chosen):
+        selected = registry.selected(name)
+        if selected and disabled.issuperset(selected):
+            words = ",".join(settings.disable)
+            rule = f"chooses {name}, which {settings.source('disable')} ({words}) disables"
+            yield SettingError(rule, f"Choose another one, or take {name} out of {env_var('disable')}", source)
+
+
+def list_without_effect(settings: Settings, moe_backend: str | None, registry: Registry) -> list[str]:
+    """What the user has set in vain (`settings.without_effect`), also a choice that falls back because it is disabled.
+
+    Args:
+        settings: the user's settings.
+        moe_backend: vLLM's ``--moe-backend``; None where it is unknown.
+        registry: the backends.
+
+    Raises:
+        SettingError: there is such a setting, and the setting `strict` is on.
+    """
+    found = [*without_effect(settings, moe_backend)]
+    if settings.enabled:
+        found += _disabled_choices(settings, moe_backend or AUTO, registry, "--moe-backend")
+    if found and settings.strict:
+        raise found[0]
+    return [str(each) for each in found]
 
 
 def known_names(registry: Registry) -> set[str]:

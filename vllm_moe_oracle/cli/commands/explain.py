@@ -26,6 +26,7 @@ from ...errors import LeftToStockError, SettingError, StandDown
 from ...measurements.lookup import cache_error, profile_error
 from ...measurements.roofline import expert_bytes
 from ...measurements.tune_command import tune_command
+from ...oracle.backend_names import list_without_effect
 from ...oracle.registry import default_registry, describe_load_error
 from ...oracle.stock_choice import StockChoice
 from ...releases.all2all import DEFAULT_ALL2ALL, all2all_names
@@ -378,6 +379,9 @@ def _server_notes(server: Server, method: str, groups: list[LayerGroup]) -> Iter
         yield describe_load_error(name, reason)
     if unwritable := why_unwritable_report(settings):
         yield f"{unwritable}; a server warns, and starts"
+    moe_backend = server.moe_backend if server.moe_backend != AUTO else server.draft_moe_backend
+    for words in list_without_effect(settings, moe_backend, default_registry()):
+        yield f"{words}; a server warns, and starts"
     if unused := profile_error(settings):
         yield f"{unused}{'; a strict server would not start' if server.refused_profile else ''}"
     if (

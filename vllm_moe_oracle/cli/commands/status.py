@@ -25,7 +25,7 @@ from ...devices.detect import installed_packages
 from ...errors import OracleError, SettingError
 from ...measurements.lookup import profile_error, profile_of_other_gpu
 from ...measurements.store import Store
-from ...oracle.backend_names import check_backend_names
+from ...oracle.backend_names import check_backend_names, list_without_effect
 from ...oracle.registry import (
     Registry,
     describe_load_error,
@@ -88,17 +88,18 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """What `HELP` says."""
-    chosen, error = None, ""
+    chosen, error, in_vain = None, "", list[str]()
     registry = _discover()
     try:
         chosen = settings.load()
         check_backend_names(chosen, registry=registry)
+        in_vain = list_without_effect(chosen, None, registry)
     except SettingError as problem:
         error = str(problem)
     report = _build_report(chosen, registry, error, register=check or verbose or as_json)
     # Servers start in spite of these.
     found = () if chosen is None else (
-        profile_error(chosen), profile_of_other_gpu(chosen, report["device"]), why_unwritable_report(chosen)
+        *in_vain, profile_error(chosen), profile_of_other_gpu(chosen, report["device"]), why_unwritable_report(chosen)
     )  # fmt: skip
     notes = [each for each in found if each]
     unusable = [] if chosen is None else _unusable_backends(chosen, report["device"], registry)
