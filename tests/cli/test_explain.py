@@ -180,7 +180,13 @@ def test_moe_backend_is_read_as_vllm_reads_it(word: str, run: Run, write: Write)
 
 def test_a_refusal_has_a_reason_in_short_answers(run: Run, write: Write) -> None:
     """Where backends refuse for different reasons, that of one."""
-    found = run("explain", write(hidden_act="no_such_activation"), "--device", "nvidia-h200", "--brief")
+    found = run(
+        "explain",
+        write(model_type="interns2_mobius", hidden_act="no_such_activation"),
+        "--device",
+        "nvidia-h200",
+        "--brief",
+    )
     assert found.status == 3 and re.search(
         r"for example \w+: takes gated [\w, ]+ the layer has no_such_activation", found.text
     )

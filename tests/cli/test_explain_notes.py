@@ -241,6 +241,27 @@ def test_an_activation_that_is_null_is_noted(activation: Any, noted: bool, run: 
 
 
 @pytest.mark.parametrize(
+    ("changes", "noted"),
+    [
+        ({"hidden_act": "relu"}, True),
+        ({"hidden_act": "gelu"}, True),
+        ({"hidden_act": "swish"}, False),
+        ({"model_type": "gpt_oss", "hidden_act": "silu"}, False),
+        ({"model_type": "interns2_mobius", "hidden_act": "gelu"}, False),
+    ],
+    ids=str,
+)
+def test_an_activation_that_the_models_code_does_not_read_is_noted(
+    changes: dict[str, str], noted: bool, run: Run, write: Write
+) -> None:
+    found = run("explain", write(**changes), "--device", "h200", "--json").json
+    said = f"the config's hidden_act is {changes['hidden_act']!r}, and experts compute silu: vLLM's code for qwen3_moe"
+    assert any(note.startswith(said) for note in found["notes"]) == noted
+    computed = {"gpt_oss": "swigluoai", "interns2_mobius": "gelu"}.get(changes.get("model_type", ""), "silu")
+    assert [group["problem"]["activation"]["name"] for group in found["groups"]] == [computed]
+
+
+@pytest.mark.parametrize(
     "line",
     [
         ("explain", "CONFIG", "--vllm"),
@@ -304,7 +325,7 @@ def test_batch_invariance_without_a_backend_ends_with_3(run: Run, write: Write) 
 
 def test_a_layer_that_only_stock_takes_on_a_gpu_is_called_stocks(run: Run, write: Write) -> None:
     """Stock's kernels ignore a limit of gelu, those here refuse it; a GPU never gets the emulation unasked."""
-    path = write(hidden_act="gelu", swiglu_limit=7.0)
+    path = write(model_type="interns2_mobius", hidden_act="gelu", swiglu_limit=7.0)
     result = run("explain", path, "--device", "nvidia-a100")
     said = result.text
     assert result.status == 0 and "backend stock vLLM's" in said

@@ -132,7 +132,7 @@ def test_a_named_backend_changes_nothing_about_stock(run: Run, write: Write) -> 
 def test_tune_and_verify_leave_the_same_layers_to_stock(device: str, write: Write) -> None:
     """Also layers in dtypes that vLLM refuses, which `tune` refuses before."""
     outcomes = set()
-    gelu = {"hidden_act": "gelu", "swiglu_limit": 7.0}
+    gelu = {"model_type": "interns2_mobius", "hidden_act": "gelu", "swiglu_limit": 7.0}
     cases = [("auto", *case) for case in itertools.product(({}, gelu), SETTINGS)] + [("float32", gelu, {})]
     for format_, (dtype, fields, options) in itertools.product(FORMATS, cases):
         server = Server(catalog.known_device(device), Settings(**options), Ranks(), dtype=dtype)

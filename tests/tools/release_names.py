@@ -66,26 +66,40 @@ def unbalanced_models(package: Path) -> set[str]:
     Args:
         package: the release's folder ``vllm``.
     """
-    registry = (package / "model_executor" / "models" / "registry.py").read_text(encoding="utf-8")
     found = set()
-    for architecture, module, name in _LISTED_MODEL.findall(registry):
-        place = module if module.startswith("vllm.") else f"vllm.model_executor.models.{module}"
-        code = "".join(_code_of_class(package.parent, place, name, set()))
-        if "fused_moe" in code and "MixtureOfExperts" not in code and module != "transformers":
-            found.add(architecture)
+    for architecture, classes in listed_models(package).items():
+        for module, name in classes:
+            code = "".join(code_of_class(package.parent, module, name))
+            if "fused_moe" in code and "MixtureOfExperts" not in code and not module.endswith(".transformers"):
+                found.add(architecture)
     return found
 
 
-def _code_of_class(root: Path, module: str, name: str, seen: set[tuple[str, str]]) -> Iterator[str]:
+def listed_models(package: Path) -> dict[str, list[tuple[str, str]]]:
+    """Module and name of the classes of each architecture in vLLM's registry.
+
+    Args:
+        package: the release's folder ``vllm``.
+    """
+    registry = (package / "model_executor" / "models" / "registry.py").read_text(encoding="utf-8")
+    found: dict[str, list[tuple[str, str]]] = {}
+    for architecture, module, name in _LISTED_MODEL.findall(registry):
+        place = module if module.startswith("vllm.") else f"vllm.model_executor.models.{module}"
+        found.setdefault(architecture, []).append((place, name))
+    return found
+
+
+def code_of_class(root: Path, module: str, name: str, seen: set[tuple[str, str]] | None = None) -> Iterator[str]:
     """The files of a class of a model and of its base classes; where a file imports a class, that of the class, for
     NVIDIA's GPUs where there are several.
 
     Args:
-        root: the folder of the package ``vllm``.
+        root: the folder that the package ``vllm`` is in.
         module: the class's.
         name: the class's.
         seen: what is left out, and gets what is read.
     """
+    seen = set() if seen is None else seen
     paths = (root / f"{module.replace('.', '/')}.py", root / module.replace(".", "/") / "__init__.py")
     file = next(filter(Path.exists, paths), None)
     if file is None or (module, name) in seen or ".models." not in module or module.endswith(".interfaces"):
@@ -107,7 +121,7 @@ def _code_of_class(root: Path, module: str, name: str, seen: set[tuple[str, str]
         if each in classes:
             wanted += map(ast.unparse, classes.pop(each).bases)
         elif each in imported:
-            yield from _code_of_class(root, *imported[each], seen)
+            yield from code_of_class(root, *imported[each], seen)
 
 
 def _by_release(models: Mapping[str, str]) -> str:

@@ -44,7 +44,8 @@ def test_what_nobody_runs_is_not_called_stocks(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     here, chosen = known_device("a100"), settings.load({}, assignments={"cache": f"{tmp_path}/none"})
     cut = configs.quantized("nemotron-3-nano-30b-a3b", quantization_config=configs.MODELOPT)
-    left = configs.quantized("qwen3-30b-a3b", quantization_config=configs.MODELOPT, hidden_act="gelu", swiglu_limit=7.0)
+    gelu = {"model_type": "interns2_mobius", "hidden_act": "gelu", "swiglu_limit": 7.0}
+    left = configs.quantized("qwen3-30b-a3b", quantization_config=configs.MODELOPT, **gelu)
     for data, tp, kind in ((cut, 4, "none"), (left, 1, "stock")):
         path.write_text(json.dumps(data))
         assert evidence.kind_of(path, here, tp, False, chosen)[0] == kind

@@ -413,13 +413,26 @@ def _routing_method(kind: str, scoring: str, renormalize: bool, groups: int | No
     return plain.get((scoring, renormalize), "unspecified")
 
 
-def null_activation_note(config: CheckpointFiles) -> str:
-    """A note where the config has an activation that is null, and no other; "" elsewhere."""
-    model = config.model_config
-    null = [name for name in ACTIVATION_FIELDS if name in model]
-    if not null or any(model[name] is not None for name in null) or activations.name_for_model_type(config.model_type):
+_PLAIN_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+"""Those for which configs have a word: beside another formula of a model's code, a config's word is no mistake."""
+
+
+def activation_note(config: CheckpointFiles) -> str:
+    """A note where the config's activation is null, or another than that of the model's code; "" elsewhere."""
+    model, kind = config.model_config, config.model_type
+    fields = [name for name in ACTIVATION_FIELDS if name in model]
+    stated = next((name for name in fields if model[name] is not None), "")
+    computed = activations.name_for_model_type(kind)
+    if not fields or computed not in ("", *_PLAIN_ACTIVATIONS):
         return ""
-    return f"the config's {null[0]} is null: taken as silu; the code of most models in vLLM refuses to load without one"
+    if not stated:
+        taken = f"taken as {computed or 'silu'}; the code of most models in vLLM refuses to load without one"
+        return f"the config's {fields[0]} is null: {taken}"
+    if not computed or activations.canonical_name(str(model[stated])) == computed:
+        return ""
+    rule = f"the config's {stated} is {short_repr(model[stated])}, and experts compute {computed}: vLLM's code for"
+    rest = "Where such a model has dense layers or shared experts, vLLM may refuse it"
+    return f"{rule} {kind} does not read it for them. {rest}"
 
 
 def topk_method_note(config: CheckpointFiles) -> str:

@@ -47,10 +47,10 @@ from .layer_names import (
     unread_experts,
 )
 from .layer_problem import (
+    activation_note,
     check_attention_heads,
     groups_note,
     layer_problem,
-    null_activation_note,
     topk_method_note,
 )
 from .model_fields import MAX_RANKS, count_experts
@@ -421,7 +421,7 @@ def _notes(
     if config.quantization is not None:
         yield from config_notes(*config.quantization)
     routing = topk_method_note(config), groups_note(config, count_experts(config, 0))
-    yield from filter(None, (dtype_note, null_activation_note(config), *routing))
+    yield from filter(None, (dtype_note, activation_note(config), *routing))
     mtp_count = next((config.model_config[name] for name in MTP_COUNT_FIELDS if config.model_config.get(name)), 0)
     if isinstance(mtp_count, int) and mtp_count > 0 and config.model_type not in MTP_MODELS:
         yield f"layers of the {mtp_count} multi-token-prediction module(s) are not listed"

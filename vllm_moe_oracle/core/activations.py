@@ -73,6 +73,16 @@ class ActivationSpec:
         return self.kernel if gated else self.ungated_kernel
 
 
+_SILU_MODELS = frozenset(
+    {"afmoe", "aria_text", "axk1", "cohere2_moe", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1",
+     "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm_moe_dsa",
+     "granitemoe", "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_k2", "laguna", "lfm2_moe", "llama4_text", "longcat_flash",
+     "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "mixtral", "olmoe", "pangu_ultra_moe", "param2moe", "phimoe",
+     "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "sarvam_mla", "step3_text"}
+)  # fmt: skip
+"""Models for whose experts vLLM's code names no activation: its layer takes silu. Where their config has another, some
+refuse it where they make dense layers."""
+
 _TABLE = (
     ActivationSpec(
         "silu",
@@ -80,14 +90,16 @@ _TABLE = (
         parameters=("alpha", "beta"),
         ungated=True,
         aliases=("swish",),
+        model_types=_SILU_MODELS,
         kernel="swiglu",
     ),
-    ActivationSpec("gelu", "gelu(gate) * up", ungated=True, kernel="gelu"),
+    ActivationSpec("gelu", "gelu(gate) * up", ungated=True, model_types=frozenset({"grok-1"}), kernel="gelu"),
     ActivationSpec(
         "gelu_tanh",
         "gelu(gate, approximate='tanh') * up",
         ungated=True,
         aliases=("gelu_pytorch_tanh", "gelu_new"),
+        model_types=frozenset({"gemma4_text"}),
         kernel="gelu_tanh",
     ),
     ActivationSpec(  # gpt-oss's modeling code
