@@ -320,8 +320,8 @@ def test_files_that_vllm_does_not_read(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_files_of_the_index_that_are_not_here_yet_are_a_note(format: str, tmp_path: Path) -> None:
-    """To `explain`, which answers by the config; a server and `verify` refuse them."""
+def test_files_of_the_index_that_are_not_here_yet_end_no_answer(format: str, tmp_path: Path) -> None:
+    """`explain` answers by the config, and its status says that no server starts; `verify` refuses them."""
     folder = by_layer(FORMATS[format](tmp_path / "model"), {0: PARTS[0], 1: PARTS[1]})
     whole = find(folder)
     (folder / PARTS[1]).unlink()
@@ -330,7 +330,8 @@ def test_files_of_the_index_that_are_not_here_yet_are_a_note(format: str, tmp_pa
     assert found.problems == whole.problems and len(found.notes_on_files) == len(whole.notes_on_files) + 1
     assert any(each.startswith(note) for each in found.notes_on_files)
     explained = CliRunner().invoke(app, ["explain", str(folder), "--device", "h200", "--json"])
-    assert explained.exit_code == 0 and note in explained.stdout
+    assert explained.exit_code == 3 and note in explained.stdout and note in explained.stderr
+    assert json.loads(explained.stdout)["groups"][0]["decision"] is not None
     checked = CliRunner().invoke(app, ["verify", str(folder)])
     assert checked.exit_code != 0 and f"{PARTS[1]}: the file is missing" in checked.stderr
     ((layer, error),) = refused_layers(read_checkpoint(folder)).items()
@@ -340,6 +341,28 @@ def test_files_of_the_index_that_are_not_here_yet_are_a_note(format: str, tmp_pa
     assert any(each.startswith("2 of 2 files of") for each in find(folder).notes_on_files)
     save_file({"other": torch.zeros(1)}, folder / "saved-state.safetensors")
     assert find(folder).notes_on_files == whole.notes_on_files
+
+
+def test_a_file_that_cannot_be_read_hides_no_missing_one(tmp_path: Path) -> None:
+    folder = by_layer(write(tmp_path / "model"), {0: PARTS[0], 1: PARTS[1]})
+    (folder / PARTS[0]).write_text("not yet written")
+    (folder / PARTS[1]).unlink()
+    assert find(folder).lacks_files and any(f"such as {PARTS[1]}" in each for each in find(folder).notes)
+
+
+def test_a_server_fetches_files_of_a_model_that_is_given_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    cached = tmp_path / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    folder = by_layer(write(cached / "snapshots" / "abc"), {0: PARTS[0], 1: PARTS[1]})
+    (folder / PARTS[1]).unlink()
+    for path, status, effect in (("some/model", 0, "fetches them first"), (folder, 3, "does not start before they")):
+        explained = CliRunner().invoke(app, ["explain", str(path), "--device", "h200", "--json"])
+        assert explained.exit_code == status and f"such as {PARTS[1]}: a server {effect}" in explained.stdout
 
 
 def test_multi_token_prediction_may_have_been_left_out(tmp_path: Path) -> None:

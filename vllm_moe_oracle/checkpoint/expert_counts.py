@@ -32,8 +32,7 @@ def check_expert_counts(
         found: what the files hold, by name of the module in files.
 
     Returns:
-        A note where files of the index are missing, and one for each kind of difference in layers for multi-token
-        prediction.
+        A note for each kind of difference in layers for multi-token prediction.
 
     Raises:
         DamagedCheckpointError: of some other layers the files hold experts that the config does not count, or lack some
@@ -109,19 +108,30 @@ def _differences(
     return words
 
 
+def missing_files_note(config: CheckpointFiles) -> str:
+    """Which files of its index a checkpoint's folder lacks, and what a server does then; "" where it has them all.
+
+    Raises:
+        CheckpointError: as by `indexed_names`.
+    """
+    if config.folder is None or not (missing := missing_files(config.folder)):
+        return ""
+    effect = "a server fetches them first" if config.is_cached else "a server does not start before they are"
+    rule = f"{len(missing)} of {len(indexed_names(config.folder) or ())} files of {INDEX_NAME} are not here"
+    return f"{rule}, such as {shortened(missing[0])}: {effect}. The answer is by the config"
+
+
 def _check_absences(
     config: CheckpointFiles, folder: Path, layers: Sequence[ExpertLayer], found: Mapping[str, ExpertTensors]
 ) -> list[str]:
-    """Refuses layers of which the files hold no expert, and returns a note on those for multi-token prediction. Where
-    files of the index are missing, no more than a note on them.
+    """Refuses layers of which the files hold no expert, and returns a note on those for multi-token prediction; nothing
+    where files of the index are missing.
 
     Raises:
         DamagedCheckpointError: there are such layers.
     """
-    if missing := missing_files(folder):
-        rule = f"{len(missing)} of {len(indexed_names(folder) or ())} files of {INDEX_NAME} are not here"
-        rule += f", such as {shortened(missing[0])}: a server does not start before they are"
-        return [f"{rule}. The answer is by the config"]
+    if missing_files(folder):
+        return []
     if error := absence_error(config, layers, found):
         raise error
     drafts = [layer.name for layer in absent_layers(config, layers, found) if layer.is_mtp]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +41,8 @@ class CheckpointFiles:
         expert_biases: a folder's tensors have biases of experts, where the quantization leaves that to them.
         folder: the folder, where it was given and not the config alone: its tensors may be looked at.
         notes: what a user should know about how the files were read, one sentence each.
+        is_cached: the folder is the Hub's local cache of a model that was given by name: a server fetches what it
+            lacks.
     """
 
     path: Path
@@ -51,6 +53,7 @@ class CheckpointFiles:
     expert_biases: bool = False
     folder: Path | None = None
     notes: tuple[str, ...] = ()
+    is_cached: bool = False
 
     @property
     def where(self) -> str:
@@ -97,7 +100,7 @@ def read_checkpoint(path: Path | str, needs_tensors: bool = False) -> Checkpoint
 def _read_checkpoint(path: Path, needs_tensors: bool) -> CheckpointFiles:
     found = exists(path)
     if not found and is_hub_name(str(path)) and (snapshot := cached_snapshot(str(path))) is not None:
-        return _read_checkpoint(snapshot, needs_tensors)
+        return replace(_read_checkpoint(snapshot, needs_tensors), is_cached=True)
     if not found:
         remedy = f"Give a checkpoint's folder{'' if needs_tensors else ' or its config.json'}; nothing is downloaded"
         if is_hub_name(str(path)):

@@ -34,8 +34,9 @@ from ..releases.models import last_release_with
 from ..settings import AUTO
 from ..untrusted import boundary
 from .dtypes import served_dtype
-from .expert_counts import absent_layers, check_expert_counts, layer_errors
+from .expert_counts import absent_layers, check_expert_counts, layer_errors, missing_files_note
 from .files import CheckpointFiles
+from .formats_in_files import FormatsInFiles
 from .layer_names import (
     MTP_COUNT_FIELDS,
     MTP_MODELS,
@@ -90,6 +91,7 @@ class MoeLayers:
         notes_on_files: those of `notes` that say what the files hold otherwise than the config says.
         architectures: the model's classes, as its config names them.
         absent_drafts: names of the layers of `mtp_problems` of which the files hold no expert.
+        lacks_files: the folder lacks files of its index, without which no server starts.
     """
 
     problems: tuple[Problem, ...]
@@ -102,6 +104,7 @@ class MoeLayers:
     notes_on_files: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()
     absent_drafts: tuple[str, ...] = ()
+    lacks_files: bool = False
 
 
 def find_moe_layers(
@@ -152,7 +155,8 @@ def _find_moe_layers(
     layers += mtp_layers(config, vllm)
     in_files, unread = _experts_in_files(config, layers)
     kinds = _kinds_in_files(in_files, layers)
-    layers = _with_formats(config, layers, kinds, format_of, method)
+    formats = FormatsInFiles(format_of, kinds)
+    layers = _with_formats(config, layers, kinds, formats, method)
     problems, mtp_problems = (
         tuple(
             layer_problem(each, each.format, ranks, dtype, ragged_shards, vllm)
@@ -169,7 +173,9 @@ def _find_moe_layers(
     counted = [] if unread else layers
     miscounted = check_expert_counts(config, counted, in_files)
     file_notes, packed = ([unread], False) if unread else _notes_on_files(config, layers, kinds)
-    file_notes += miscounted
+    missing = missing_files_note(config)
+    file_notes += [*miscounted, *filter(None, [missing])]
+    file_notes += formats.notes()
     notes = (*_notes(config, layers, online, packed, dtype_note), *file_notes)
     if config.model_type == EVEN_SPLIT_MODEL_TYPE and any(problem.scheme.name == "wna16" for problem in problems):
         rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "
@@ -189,6 +195,7 @@ def _find_moe_layers(
         refused=refused,
         notes_on_files=tuple(file_notes),
         architectures=tuple(config.architectures),
+        lacks_files=bool(missing) and not config.is_cached,
         absent_drafts=tuple(each.name for each in absent_layers(config, counted, in_files)),
     )
 
@@ -260,7 +267,8 @@ def refused_layers(config: CheckpointFiles, vllm: str | None = None) -> Mapping[
     if unread:
         return {}
     format_of, method = _expert_formats(config, "", vllm)
-    layers = _with_formats(config, layers, _kinds_in_files(in_files, layers), format_of, method)
+    kinds = _kinds_in_files(in_files, layers)
+    layers = _with_formats(config, layers, kinds, FormatsInFiles(format_of, kinds), method)
     return layer_errors(config, layers, in_files)
 
 

@@ -136,9 +136,10 @@ Exit status:
      would not start
   2  the input cannot be used; one line on standard error says what and where
   3  a server would not start: a group has no backend, vLLM refuses the
-     options for the model, or {env_var("strict")} refuses a profile; the table is
-     printed nevertheless, or one line on standard error where the ranks cannot
-     share the layers, or vLLM refuses the quantization or has the model no more
+     options for the model, {env_var("strict")} refuses a profile, or the folder
+     lacks files that its index names; the table is printed nevertheless, or
+     one line on standard error where the ranks cannot share the layers, or
+     vLLM refuses the quantization or has the model no more
 """
 
 
@@ -200,7 +201,8 @@ def command(
             output.print_message("note", words)
         assumed = bool(vllm) or machine.packages == catalog.default_packages(machine.kind)
         explanation.print_groups(groups, notes, machine, server.ranks, brief, verbose, assumed)
-    if server.refusal(layers) or server.refused_profile or any(group.is_refused for group in groups):
+    does_not_start = server.refusal(layers) or server.refused_profile or layers.lacks_files
+    if does_not_start or any(group.is_refused for group in groups):
         raise typer.Exit(EXIT_NO_BACKEND)
 
 
