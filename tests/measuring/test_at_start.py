@@ -5,6 +5,7 @@ Layers are measured as in a server, in a process beside this one, on the CPU. Ea
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -12,12 +13,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from tests.lib.cases import problem, registry
 from tests.lib.fake_backends import FAST, LAYERS, MODULES, SLOW, SMALL, Slowed
@@ -26,7 +29,7 @@ from vllm_moe_oracle import settings
 from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.core.objectives import parse_objective
-from vllm_moe_oracle.core.problem import Problem
+from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import bench_records
@@ -483,3 +486,92 @@ def test_two_servers_at_once_share_one_cache(only: Callable[..., None], tmp_path
         said, _ = server.communicate(timeout=300)
         assert server.returncode == 0 and said.strip() == "fast measured", log.read_text()[-3000:]
     assert kept(tmp_path) == complete("slow", "fast")
+    # Times that are taken beside each other are wrong.
+    assert sum("is measured for up to" in log.read_text() for _, log in servers) == 1
+
+
+@contextlib.contextmanager
+def measuring(folder: Path) -> Iterator[Any]:
+    """Another process has the lock of a start that measures."""
+    code = "import fcntl, os, sys, time\ndescriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)\n"
+    code += "fcntl.flock(descriptor, fcntl.LOCK_EX)\nprint('locked', flush=True)\ntime.sleep(1000)\n"
+    lock = folder / f".measuring-{detect.device_id()}.lock"
+    with subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "locked\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_start_reads_what_it_has_waited_for(
+    only: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its process is killed, which frees the lock."""
+    only("slow", "fast")
+    caplog.set_level(logging.INFO, "vllm.moe_oracle")
+    monkeypatch.setattr(tuning.worker_pool, "run_tasks", refuse_to_measure)
+    with measuring(tmp_path) as other:
+
+        def finish(words: str) -> None:
+            times = {"slow": 200.0, "fast": 100.0}
+            samples = [
+                Sample(name, BACKENDS[name].activations(LAYER), count, "uniform", us, us, us, 20)
+                for name, us in times.items()
+                for count in COUNTS
+            ]
+            Store(tmp_path).add(Environment.of(detect.detect()), kernel_shape_of(LAYER), samples)
+            other.kill()
+            said.append(words)
+
+        said: list[str] = []
+        monkeypatch.setattr(at_start, "_log_wait", finish)
+        (decision,) = start(asked(tmp_path))
+    assert (decision.backend, decision.why) == ("fast", "measured") and not caplog.messages
+    (words,) = said
+    assert words.startswith(f"waiting up to {BUDGET} s: ") or words.startswith(f"waiting up to {BUDGET - 1} s: ")
+    assert f"is locked by process {other.pid} (" in words and words.endswith("which measures on this device")
+
+
+def test_a_start_that_has_waited_long_enough_keeps_its_choice(
+    only: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    only("slow", "fast")
+    caplog.set_level(logging.INFO, "vllm.moe_oracle")
+    monkeypatch.setattr(tuning.worker_pool, "run_tasks", refuse_to_measure)
+    with measuring(tmp_path) as other:
+        begin = time.monotonic()
+        (decision,) = start(asked(tmp_path, 1.0))
+        assert time.monotonic() - begin < 20
+    assert (decision.backend, decision.why) == ("slow", "static")
+    waits, ends = caplog.messages
+    assert waits.startswith("moe_oracle: waiting up to 1 s: ")
+    assert f"locked by process {other.pid} (" in ends and ends.count("not measured") == 1
+    assert "This start keeps its choice" in ends
+
+
+def test_starts_that_share_no_device_or_no_cache_do_not_wait(tmp_path: Path) -> None:
+    here, there = Store(tmp_path / "here"), Store(tmp_path / "there")
+    for each in (here, there):
+        each.prepare()
+    with here.measuring_alone("gpu-1", 0.0), here.measuring_alone("gpu-2", 0.0), there.measuring_alone("gpu-1", 0.0):
+        with pytest.raises(MeasurementError, match="measures on this device, for more than 0 s"):
+            here.measuring_alone("gpu-1", 0.0).__enter__()
+        if not (child := os.fork()):  # has the lock's descriptor, and lives on
+            time.sleep(20)
+            os._exit(0)
+    try:
+        with here.measuring_alone("gpu-1", 0.0):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_device_has_one_name_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    if detect.detect().kind == "cpu":
+        assert detect.device_id() == f"cpu-{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    properties = SimpleNamespace(uuid="6d/6f 65")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(detect, "detect", lambda: Device("cuda", "NVIDIA H200", 90))
+    assert detect.device_id() == "gpu-6d6f65"

@@ -109,6 +109,21 @@ def gpu_memory() -> GpuMemory:
     return GpuMemory(free, total - free - torch.cuda.memory_reserved())
 
 
+def device_id() -> str:
+    """A name of the GPU that this process uses, else of this machine, whose CPU it uses: equal in all processes that
+    share the device, those in containers among them, and in no others. It has letters, digits, points and dashes."""
+    if detect().kind == "cuda":
+        import torch
+
+        name = f"gpu-{torch.cuda.get_device_properties(_current_gpu()).uuid}"
+    else:
+        try:  # of the running kernel; containers have hostnames of their own
+            name = f"cpu-{Path('/proc/sys/kernel/random/boot_id').read_text()}"
+        except OSError:
+            name = f"cpu-{platform.node()}"
+    return re.sub(r"[^A-Za-z0-9.-]", "", name)
+
+
 def _current_gpu() -> int:
     """The index of the GPU that this process uses; 0 before it uses one."""
     # Looked up instead of imported: a process that uses a GPU has imported torch.

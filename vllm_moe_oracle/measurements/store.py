@@ -299,7 +299,7 @@ class Store:
         """
         with writing(self.path, "its directory cannot be created", _OTHER_DIRECTORY_REMEDY):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self._file_lock():
+        with self._file_lock(f".{FILE_NAME}.lock", self._writer_seconds):
             remark = self._quarantine() if self.exists() and self._is_damaged() else ""
             if not self.exists():
                 self._create()
@@ -336,20 +336,19 @@ class Store:
                 return False
             return True
 
-        if not self._wait(attempt, self.path):
+        if not self._wait(attempt, self.path, self._writer_seconds):
             raise sqlite3.OperationalError(LOCKED)
 
-    def _wait(self, attempt: Callable[[], bool], locked: Path) -> bool:
-        """Repeats an attempt to lock a file until it succeeds; False when it has waited long enough."""
-        end, told = time.monotonic() + self._writer_seconds, False
+    def _wait(self, attempt: Callable[[], bool], locked: Path, seconds: float, why: str = "") -> bool:
+        """Repeats an attempt to lock a file until it succeeds; False when it has waited long enough. `why` says what
+        its holder does."""
+        end, told = time.monotonic() + seconds, False
         while not attempt():
             if time.monotonic() > end:
                 return False
             if not told:
                 told = True
-                self._report(
-                    f"waiting up to {self._writer_seconds:.0f} s: {locked} is locked by {lock_holders(locked)}"
-                )
+                self._report(f"waiting up to {seconds:.0f} s: {locked} is locked by {lock_holders(locked)}{why}")
         return True
 
     def _create(self) -> None:
@@ -434,19 +433,35 @@ class Store:
                 os.replace(journal, aside.with_name(f"{aside.name}-journal"))
         return f"{self.path} is damaged; it is kept as {aside.name}, and a new one is started"
 
+    def measuring_alone(self, device: str, seconds: float) -> contextlib.AbstractContextManager[None]:
+        """Keeps other processes that come here with this cache from measuring on a device at the same time. A process
+        that ends, however, keeps nobody waiting. The directory must exist.
+
+        Args:
+            device: a name of the device, which no other one has: a file's name without separators.
+            seconds: what it waits for another process.
+
+        Raises:
+            MeasurementError: another process measures there for longer, or the file system has no locks.
+        """
+        remedy = "This start keeps its choice, and the next one reads what that process measures"
+        return self._file_lock(f".measuring-{device}.lock", seconds, ", which measures on this device", remedy)
+
     @contextlib.contextmanager
-    def _file_lock(self) -> Iterator[None]:
-        """A lock for one process at a time, released when the process ends.
+    def _file_lock(
+        self, name: str, seconds: float, why: str = "", remedy: str = "End that process, or wait for it"
+    ) -> Iterator[None]:
+        """A lock for one process at a time, released when the process ends, on a file beside the store, which stays.
+        `why` says what a process does that has it, `remedy` what helps when it has it for too long.
 
         Raises:
             MeasurementError: another process keeps it for too long, or the file system has no locks.
         """
+        lock = self.path.with_name(name)
         try:
-            descriptor = os.open(
-                self.path.with_name(f".{FILE_NAME}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
-            )
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except IsADirectoryError as error:
-            rule = f"the folder .{FILE_NAME}.lock beside it is where its lock file belongs"
+            rule = f"the folder {name} beside it is where its lock file belongs"
             raise self._error(rule, "Remove that folder") from error
         except OSError as error:
             raise self._error(f"its directory cannot be written: {error.strerror}", _OTHER_DIRECTORY_REMEDY) from error
@@ -463,13 +478,15 @@ class Store:
                     raise self._error(rule, _OTHER_DIRECTORY_REMEDY) from error
                 return True
 
-            lock = self.path.with_name(f".{FILE_NAME}.lock")
-            if not self._wait(attempt, lock):
-                rule = f"{lock.name} beside it is locked by {lock_holders(lock)}"
-                rule += f" for more than {self._writer_seconds:.0f} s"
-                raise self._error(rule, "End that process, or wait for it")
+            if not self._wait(attempt, lock, seconds, why):
+                rule = f"{name} beside it is locked by {lock_holders(lock)}{why and f'{why},'}"
+                rule += f" for more than {seconds:.0f} s"
+                raise self._error(rule, remedy)
             yield
         finally:
+            # A process that was forked meanwhile has the descriptor, too, and would keep the lock.
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     # --- SQLite -----------------------------------------------------------------------------------------------------

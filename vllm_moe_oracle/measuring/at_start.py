@@ -6,13 +6,14 @@ process, on the same GPU; one that hangs is killed with it. Both are recorded as
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
 import time
 
 from ..core.objectives import Objective, parse_objective
-from ..core.problem import Problem
+from ..core.problem import Device, Problem
 from ..devices import detect
 from ..errors import MeasurementError
 from ..measurements.bench_records import may_be_slow, needs_longer, silence_limits
@@ -98,7 +99,9 @@ def required_bytes(problem: Problem, backends: int, tokens: int) -> int:
 def measure(
     problem: Problem, names: tuple[str, ...], settings: Settings, seconds: float, progress: Progress
 ) -> Measured:
-    """Measures what the cache does not have yet, and stores it. The cache is prepared as by `tune`.
+    """Measures what the cache does not have yet, and stores it. The cache is prepared as by `tune`. Where another start
+    measures on the same device with the same cache, this one waits, within its own time, and measures what is missing
+    then.
 
     Args:
         problem: the layer.
@@ -108,15 +111,38 @@ def measure(
         progress: receives a line, the steps done and the number of steps.
 
     Raises:
-        MeasurementError: the cache cannot be written, device memory does not suffice, or another process uses the GPU.
-            Samples that were stored before are kept.
+        MeasurementError: the cache cannot be written, device memory does not suffice, another process uses the GPU, or
+            another start measures for longer than this one waits. Samples that were stored before are kept.
     """
     end = time.monotonic() + seconds
     store = Store(cache_dir(settings), _log_wait, _WRITER_SECONDS)
     if note := store.prepare():
         logger.warning("moe_oracle: %s", note)
-    counts = token_counts(parse_objective(settings.objective))
     device = detect.detect()
+    alone: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if tuning.is_incomplete(problem, device, settings, store, _options(problem, names, settings, device, store)):
+        alone = store.measuring_alone(detect.device_id(), max(0.0, end - time.monotonic()))
+    with alone:  # what another start has stored meanwhile changes the options
+        options = _options(problem, names, settings, device, store)
+        fitting = 0  # on a CPU nothing of weight compiles
+        if device.kind == "cuda" and tuning.is_incomplete(problem, device, settings, store, options):
+            most = max(options.token_counts)
+            fitting = _check_memory(required_bytes(problem, len(names), most)) // required_bytes(problem, 1, most)
+        jobs = compile_processes(len(names), fitting)
+        options = dataclasses.replace(options, jobs=jobs, budget=max(0.0, end - time.monotonic()))
+        ((_, outcome),) = tuning.tune([problem], device, settings, store, options, (), progress).items()
+    failed = {each.backend: each for each in outcome.samples if each.failure}
+    failures = {name: failed[name].failure for name in names if name in failed}
+    slow = [name for name in failures if may_be_slow(failed[name].silent_seconds, settings.measure_at_start)]
+    times = sum(each.backend in names and not each.failure for each in outcome.samples)
+    return Measured(times, outcome.unfinished, failures, {name: failures.pop(name) for name in slow}, str(store.path))
+
+
+def _options(
+    problem: Problem, names: tuple[str, ...], settings: Settings, device: Device, store: Store
+) -> tuning.TuneOptions:
+    """What is measured of a layer, and how long a backend has, by what earlier starts have stored: without jobs and a
+    budget."""
     gpu = detect.current_gpu_name(get_env(VISIBLE_GPUS_VAR)) if device.kind == "cuda" else None
     first, last = silence_limits(settings.measure_at_start)
     here = Environment.of(device)
@@ -128,8 +154,8 @@ def measure(
         if each.backend in names
     ]
     again = any(needs_longer(each, last) for each in waited)
-    options = tuning.TuneOptions(
-        counts,
+    return tuning.TuneOptions(
+        token_counts(parse_objective(settings.objective)),
         ("uniform",),
         REPLAYS,
         SECONDS_PER_COUNT,
@@ -138,18 +164,6 @@ def measure(
         backends=names,
         silence=last if again else first,
     )
-    fitting = 0  # on a CPU nothing of weight compiles
-    if device.kind == "cuda" and tuning.is_incomplete(problem, device, settings, store, options):
-        free = _check_memory(required_bytes(problem, len(names), max(counts)))
-        fitting = free // required_bytes(problem, 1, max(counts))
-    jobs = compile_processes(len(names), fitting)
-    options = dataclasses.replace(options, jobs=jobs, budget=max(0.0, end - time.monotonic()))
-    ((_, outcome),) = tuning.tune([problem], device, settings, store, options, (), progress).items()
-    failed = {each.backend: each for each in outcome.samples if each.failure}
-    failures = {name: failed[name].failure for name in names if name in failed}
-    slow = [name for name in failures if may_be_slow(failed[name].silent_seconds, settings.measure_at_start)]
-    times = sum(each.backend in names and not each.failure for each in outcome.samples)
-    return Measured(times, outcome.unfinished, failures, {name: failures.pop(name) for name in slow}, str(store.path))
 
 
 def _log_wait(words: str) -> None:
