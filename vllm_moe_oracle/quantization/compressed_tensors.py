@@ -83,7 +83,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
         return shared_format(layer, matrix_format, default, where, expert)
 
     def lookup(layer: LayerNames) -> ExpertFormat:
-        found = same_for_all(layer, partial(stored, layer), singles, where)
+        found = same_for_all(layer, partial(stored, layer), singles, where, looks_up_first=True)
         if isinstance(found, Scheme) and transforms:
             projections = [name for names in layer.requested_projections or layer.conventions() for name in names]
             # vLLM maps no names in transforms.

@@ -186,8 +186,23 @@ def _numbers_of_parts(name: str) -> Iterator[int]:
             yield int(part)
 
 
+class OtherExpertsError(CheckpointError):
+    """Entries say of another expert what they do not say of expert 0, which alone vLLM looks up. It loads files that
+    hold all experts of the layer as expert 0.
+
+    Attributes:
+        first: the format of expert 0.
+    """
+
+    first: ExpertFormat = None
+
+
 def same_for_all(
-    layer: LayerNames, format_of: Callable[[int], ExpertFormat], entries: ExpertEntries, where: str
+    layer: LayerNames,
+    format_of: Callable[[int], ExpertFormat],
+    entries: ExpertEntries,
+    where: str,
+    looks_up_first: bool = False,
 ) -> ExpertFormat:
     """The format of all experts of a layer.
 
@@ -196,19 +211,29 @@ def same_for_all(
         format_of: the format of an expert, by its number.
         entries: the config's entries.
         where: file and field, for messages.
+        looks_up_first: a server looks up expert 0 alone; elsewhere it refuses what is refused here.
 
     Raises:
+        OtherExpertsError: entries give experts of the layer different formats, and a server looks up expert 0 alone.
         CheckpointError: entries give experts of the layer different formats.
     """
     found = format_of(0)
+
+    def different(number: int, rule: str) -> CheckpointError:
+        error = _different(layer, number, rule, where)
+        if looks_up_first:
+            error = OtherExpertsError(error.rule, error.remedy, error.where)
+            error.first = found
+        return error
+
     for number in entries.representatives(layer):
         try:
             other = format_of(number)
         except CheckpointError as error:
-            raise _different(layer, number, error.rule, where) from error
+            raise different(number, error.rule) from error
         if other != found:
             words = f"{describe_format(other)}, and expert 0 as {describe_format(found)}"
-            raise _different(layer, number, f"it is stored as {words}", where)
+            raise different(number, f"it is stored as {words}")
     return found
 
 
