@@ -86,7 +86,7 @@ ABSENT = (
     "config.json, model.layers.1.mlp.experts: the files hold no expert of 1 of 2 MoE layers, and those of "
     "model.layers.0.mlp.experts. Fetch the files that belong to this config"
 )
-LACKING = "config.json, model.layers.1.mlp.experts: the files hold 3 experts, and the config says 4: they lack expert 3"
+LACKING = "config.json, model.layers.1.mlp.experts: the files hold 7 experts, and the config says 8: they lack expert 3"
 
 
 class Fault(NamedTuple):
