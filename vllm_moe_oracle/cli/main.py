@@ -40,6 +40,7 @@ from . import (
     commands,
     output,
     usage_hints,
+    writable,
 )
 from .bug_report import where_to_report
 
@@ -79,7 +80,13 @@ class _Command(TyperCommand):
         return super().parse_args(ctx, usage_hints.with_own_names(args, options, ctx.ignore_unknown_options))
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command, which ends with a status of its own alone: nothing in it may exit as if it were done."""
+        """Runs the command, which ends with a status of its own alone: nothing in it may exit as if it were done.
+
+        Raises:
+            MeasurementError: it needs the working directory, which is gone.
+        """
+        if self.name in _IN_WORKING_DIRECTORY:
+            writable.require_working_directory(str(self.name))
         try:
             return super().invoke(ctx)
         except SystemExit as error:
@@ -148,11 +155,16 @@ def _options(
     pass
 
 
+_IN_WORKING_DIRECTORY = set[str]()
+"""Commands that import torch, or write files."""
+
 for _module in pkgutil.iter_modules(commands.__path__):
     _file = importlib.import_module(f"{commands.__name__}.{_module.name}")
     # The whole first sentence: by itself the list of commands would cut it off.
     _summary = " ".join(_file.HELP.partition("\n\n")[0].split())
     _more = getattr(_file, "CONTEXT_SETTINGS", None)
+    if getattr(_file, "NEEDS_WORKING_DIRECTORY", False):
+        _IN_WORKING_DIRECTORY.add(_module.name)
     app.command(_module.name, cls=_Command, help=_file.HELP, short_help=_summary, context_settings=_more)(_file.command)
 
 

@@ -65,9 +65,15 @@ def show_line(text: str) -> None:
     write(f"{printable(text)}\n")
 
 
+def as_utf8(argument: str) -> str:
+    r"""A word of the command line as text that any file can hold: a byte that is not UTF-8 is written as ``\xff``.
+    Python keeps such bytes, under the locale C also UTF-8, as surrogates."""
+    return argument.encode(errors="surrogateescape").decode(errors="backslashreplace")
+
+
 def command_line() -> str:
-    """The command that this process runs, as a shell takes it."""
-    return "vllm-moe-oracle " + shlex.join(sys.argv[1:])
+    """The command that this process runs, as a shell takes it; see `as_utf8`."""
+    return "vllm-moe-oracle " + shlex.join(map(as_utf8, sys.argv[1:]))
 
 
 def print_json(data: object) -> None:

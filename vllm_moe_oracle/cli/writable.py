@@ -42,10 +42,24 @@ def why_unwritable(path: Path, appended: bool = False) -> str:
         return getattr(error, "strerror", None) or str(error)
     if stat.S_ISBLK(kind) or stat.S_ISSOCK(kind):
         return f"it is a {'disk' if stat.S_ISBLK(kind) else 'socket'}"
-    places = [path] if exists else [Path(real).parent]
-    if exists and path.is_file() and not appended:
-        places.append(Path(real).parent)
-    return "" if all(os.access(each, os.W_OK) for each in places) else "permission denied"
+    if appended and stat.S_ISCHR(kind) and not _is_terminal(path):
+        return "it is a device, which keeps nothing"
+    folder = Path(real).parent
+    if (not exists or (path.is_file() and not appended)) and (reason := why_unwritable_folder(folder)):
+        return "permission denied" if not os.access(folder, os.W_OK) else reason
+    return "" if not exists or os.access(path, os.W_OK) else "permission denied"
+
+
+def _is_terminal(path: Path) -> bool:
+    """Whether what is written to a device is shown."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.isatty(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +179,20 @@ def why_unwritable_cache(settings: Settings) -> str:
         return why_unwritable_folder(cache_dir(settings))
     except SettingError as error:
         return str(error)
+
+
+def require_working_directory(command: str) -> None:
+    """Refuses a working directory that is gone: torch's import would end the process in it, and no relative path leads
+    anywhere.
+
+    Raises:
+        MeasurementError: it is.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        rule = f"{command} needs the working directory, which cannot be used: {error.strerror}"
+        raise MeasurementError(rule, "Change into another one, with cd") from error
 
 
 def make_folder(folder: Path) -> None:

@@ -92,6 +92,7 @@ class TensorFiles:
             for path in paths:
                 with boundary(CheckpointError, "cannot be read", where=str(path)):
                     path.open("rb").close()  # `safe_open` says of every file that it cannot open that there is none
+                _require_utf8(path)
                 remedy = "Fetch the file itself again (git lfs pull, or hf download)"
                 with boundary(DamagedCheckpointError, "is damaged, or no safetensors file", remedy, str(path)):
                     file = self._open.enter_context(safe_open(path, framework="pt"))
@@ -169,6 +170,19 @@ class TensorFiles:
 def _file_identity(path: Path) -> tuple[str, int, int, int]:
     found = path.stat()
     return path.name, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _require_utf8(path: Path) -> None:
+    """Refuses a path that the library safetensors cannot read.
+
+    Raises:
+        CheckpointError: it holds a byte that is not UTF-8.
+    """
+    try:
+        os.fsencode(path).decode()
+    except UnicodeDecodeError as error:
+        rule = f"the path is not in UTF-8 (byte {error.start}), and safetensors reads no other; the file may be good"
+        raise CheckpointError(rule, "Rename the folder, or give a link to it whose path is", str(path)) from error
 
 
 def _files_of(folder: Path) -> list[Path]:

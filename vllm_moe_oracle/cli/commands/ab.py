@@ -55,6 +55,8 @@ _FirstStarts = Annotated[
 ]
 
 
+NEEDS_WORKING_DIRECTORY = True
+
 HELP = """\
 Serve a model with stock vLLM and with the plugin by turns, and say whether there is a gain.
 
@@ -120,7 +122,8 @@ def command(
     with contextlib.ExitStack() as stack:
         folder = logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-oracle-ab-")))
         make_folder(folder)
-        identity = {"model": model, "options": run.options, "loads": loads, "packages": installed_packages()}
+        words = {"model": output.as_utf8(model), "options": [*map(output.as_utf8, run.options)]}
+        identity = {**words, "loads": loads, "packages": installed_packages()}
         kept = KeptTurns(folder, identity, resume)
         stack.enter_context(_terminable())
         measured, status = _measure_all(run, turns, first_starts, folder, kept, as_json)

@@ -83,6 +83,8 @@ _Plot = Annotated[
 ]
 
 
+NEEDS_WORKING_DIRECTORY = True
+
 HELP = """\
 Time every accepted backend beside stock vLLM's own layer, on this machine, in one run.
 

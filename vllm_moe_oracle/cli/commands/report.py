@@ -21,6 +21,8 @@ from ...whole_files import write_whole, writing
 from .. import output, writable
 from ..arguments import Assignments, command_settings, file_option, output_option
 
+NEEDS_WORKING_DIRECTORY = True
+
 HELP = """\
 Make one page of what was measured and decided: times, speed-up over stock vLLM, choices and their reasons.
 
@@ -77,7 +79,7 @@ def command(
         written |= {svg / name: text for name, text in plots.items()}
     for path, text in written.items():
         with writing(path):
-            write_whole(path, text.encode())
+            write_whole(path, text.encode(errors="backslashreplace"))  # names in files may hold surrogates
     if not writable.is_standard_output(to):
         _print_figures(content)
     for note in filter(None, (content.about, *content.notes)):

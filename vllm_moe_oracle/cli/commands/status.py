@@ -40,7 +40,7 @@ from .. import EXIT_INVALID_INPUT, EXIT_UNHEALTHY, output
 from ..arguments import AsJson
 from ..bug_report import where_to_report
 from ..entry_point_probe import find_unsafe
-from ..writable import why_unwritable_folder, why_unwritable_report
+from ..writable import require_working_directory, why_unwritable_folder, why_unwritable_report
 
 _VALID_NAMES = " Valid are "
 """Where the list of all valid names begins in an error; standard error and JSON have it."""
@@ -88,6 +88,9 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """What `HELP` says."""
+    register = check or verbose or as_json
+    if register:
+        require_working_directory("status with --check, --verbose or --json")
     chosen, error, in_vain = None, "", list[str]()
     registry = _discover()
     try:
@@ -96,7 +99,7 @@ def command(
         in_vain = list_without_effect(chosen, None, registry)
     except SettingError as problem:
         error = str(problem)
-    report = _build_report(chosen, registry, error, register=check or verbose or as_json)
+    report = _build_report(chosen, registry, error, register=register)
     # Servers start in spite of these.
     found = () if chosen is None else (
         *in_vain, profile_error(chosen), profile_of_other_gpu(chosen, report["device"]), why_unwritable_report(chosen)

@@ -72,6 +72,8 @@ _Imported = Annotated[
 ]
 
 
+NEEDS_WORKING_DIRECTORY = True
+
 HELP = f"""\
 Measure every accepted backend for a model's MoE layers on this machine, and keep the times for serving.
 

@@ -56,6 +56,8 @@ _GOOD = ("passed", "stock")
 _KINDS = ("auto", "cpu", "cuda")
 
 
+NEEDS_WORKING_DIRECTORY = True
+
 HELP = """\
 Check every decided kernel of a checkpoint against the float32 reference, on the checkpoint's own weights.
 

@@ -14,6 +14,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Sequence
@@ -101,7 +102,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self, package: PackageFolder, run_parents: bool) -> None:
-        place = hashlib.sha256(str(package.path).encode()).hexdigest()[:8]
+        place = hashlib.sha256(os.fsencode(package.path)).hexdigest()[:8]
         self.alias = f"{_PREFIX}{package.name}_{place}" + ("" if run_parents else "_bare")
         self._package, self._run_parents = package, run_parents
 
