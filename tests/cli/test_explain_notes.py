@@ -391,9 +391,13 @@ def test_an_invalid_profile_is_an_error_to_tune_and_a_note_to_explain(
     monkeypatch.setenv("MOE_ORACLE_STRICT", "1")
     result = run("explain", write(), "--device", "nvidia-h200", "--json")
     assert result.status == 3 and "a strict server would not start" in result.err
-    monkeypatch.setenv("MOE_ORACLE_USE_MEASUREMENTS", "0")  # then nothing reads it
+    monkeypatch.setenv("MOE_ORACLE_USE_MEASUREMENTS", "0")  # then nothing would read it
     result = run("explain", write(), "--device", "nvidia-h200", "--json")
-    assert result.status == 0 and "is not used" not in result.err
+    assert result.status == 2 and "error: environment variable MOE_ORACLE_PROFILE: has no effect: " in result.err
+    monkeypatch.setenv("MOE_ORACLE_STRICT", "0")
+    result = run("explain", write(), "--device", "nvidia-h200", "--json")
+    assert result.status == 0 and said in result.err
+    monkeypatch.setenv("MOE_ORACLE_STRICT", "1")
     monkeypatch.delenv("MOE_ORACLE_USE_MEASUREMENTS")
     monkeypatch.setenv("MOE_ORACLE_ENABLED", "0")
     result = run("explain", write(), "--device", "nvidia-h200", "--json")
