@@ -13,7 +13,7 @@ import pytest
 
 from tests.lib import golden_files
 from tests.lib.cli import CONFIGS, Run
-from vllm_moe_oracle.checkpoint.files import read_checkpoint
+from vllm_moe_oracle.checkpoint.files import QuantizationConfig, read_checkpoint
 from vllm_moe_oracle.checkpoint.moe_layers import find_moe_layers
 from vllm_moe_oracle.checkpoint.ranks import Ranks
 from vllm_moe_oracle.cli import layer_arguments
@@ -485,7 +485,8 @@ def test_the_shapes_are_those_of_the_models() -> None:
         config = json.loads(path.read_text())
         if "quantization_config" not in config or name == "deepseek-v3":
             config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": []}
-        copy = dataclasses.replace(read_checkpoint(path), quantization=(config["quantization_config"], "a test"))
+        quantization = QuantizationConfig(config["quantization_config"], "a test")
+        copy = dataclasses.replace(read_checkpoint(path), quantization=quantization)
         (theirs,) = {each.key() for each in find_moe_layers(copy).problems}
         ours = model_shapes.make_problem("mxfp4" if name.startswith("gpt") else "mxfp8", name)
         for field in ("num_experts", "top_k", "hidden_size", "intermediate_size", "has_bias", "activation"):
