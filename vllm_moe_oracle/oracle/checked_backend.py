@@ -264,10 +264,7 @@ def _copied(value: Any) -> Any:
     copied. Values of other types stay themselves."""
     kind: Any = type(value)
     if kind in _FIELDS:
-        made = object.__new__(kind)
-        for name in _FIELDS[kind]:  # it was checked when it was made
-            object.__setattr__(made, name, _copied(getattr(value, name)))
-        return made
+        return kind(**{name: _copied(getattr(value, name)) for name in _FIELDS[kind]})
     if kind is tuple:
         return tuple(map(_copied, value))
     return {key: _copied(each) for key, each in value.items()} if kind is dict else value
