@@ -9,12 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import io
 import itertools
+import locale
 import logging
 import operator
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -473,8 +476,14 @@ SETTING_CHANGES: dict[str, Callable[[], object]] = {
     "umask": lambda: os.umask(0),
     "signal handlers": lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
     "garbage collection": gc.disable,
-    "level of disabled logging": lambda: logging.disable(logging.CRITICAL),
+    "disabled logging": lambda: logging.disable(logging.CRITICAL),
     "recursion limit": lambda: sys.setrecursionlimit(5000),
+    "thread switch interval": lambda: sys.setswitchinterval(1.0),
+    "exception hooks": lambda: setattr(sys, "excepthook", lambda *args: os._exit(0)),
+    "trace and profile functions": lambda: sys.setprofile(lambda *args: None),
+    "standard streams": lambda: setattr(sys, "stderr", io.StringIO()),
+    "warnings raised as errors": lambda: warnings.simplefilter("error", EncodingWarning),
+    "locale": lambda: locale.setlocale(locale.LC_ALL, "C" if locale.setlocale(locale.LC_ALL) != "C" else "C.UTF-8"),
     "seed of random numbers": lambda: torch.manual_seed(0),
 }
 """What changes a setting of the process, by its name in `process_state`."""

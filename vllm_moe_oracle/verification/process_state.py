@@ -8,12 +8,16 @@ ends. The backend that is checked next may fail for it, too.
 from __future__ import annotations
 
 import gc
+import locale
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -171,6 +175,68 @@ def _set_signals(state: tuple[list[Any], set[int]]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
+_HOOKS = ((sys, "excepthook"), (sys, "unraisablehook"), (sys, "displayhook"), (threading, "excepthook"))
+_STREAMS = ((sys, "stdin"), (sys, "stdout"), (sys, "stderr"))
+
+
+def _attributes(places: Sequence[tuple[Any, str]]) -> tuple[Callable[[], list[Any]], Callable[[list[Any]], None]]:
+    """How to read attributes of modules, and how to put them back."""
+
+    def read() -> list[Any]:
+        return [getattr(module, name) for module, name in places]
+
+    def put(values: list[Any]) -> None:
+        for (module, name), value in zip(places, values, strict=True):
+            setattr(module, name, value)
+
+    return read, put
+
+
+def _tracers() -> list[Any]:
+    """The functions that Python calls at each line and call, of this thread and of those that start."""
+    return [sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile()]
+
+
+def _set_tracers(tracers: list[Any]) -> None:
+    for put, function in zip(
+        (sys.settrace, sys.setprofile, threading.settrace, threading.setprofile), tracers, strict=True
+    ):
+        put(function)
+
+
+@dataclass(frozen=True)
+class _WarningFilters:
+    """Filters of Python's warnings. Modules that are imported late add some; only those that raise warnings as
+    exceptions, which nobody catches, are compared."""
+
+    raising: list[Any]
+    filters: list[Any] = field(compare=False)
+
+
+def _warning_filters() -> _WarningFilters:
+    return _WarningFilters([each for each in warnings.filters if each[0] == "error"], [*warnings.filters])
+
+
+def _set_warning_filters(state: _WarningFilters) -> None:
+    warnings.resetwarnings()  # clears the list, and what Python remembers of it
+    warnings.filters[:] = state.filters  # type: ignore[index]  # a list, in all releases
+
+
+_LOGGERS = tuple(map(logging.getLogger, ("", "vllm", "vllm.moe_oracle")))
+
+
+def _silencing() -> tuple[int, list[bool]]:
+    """The level up to which nothing is logged, and whether a logger is switched off."""
+    return logging.root.manager.disable, [each.disabled for each in _LOGGERS]
+
+
+def _set_silencing(state: tuple[int, list[bool]]) -> None:
+    level, disabled = state
+    logging.disable(level)
+    for each, off in zip(_LOGGERS, disabled, strict=True):
+        each.disabled = off
+
+
 _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default device": (_default_device, torch.set_default_device),
@@ -188,8 +254,14 @@ _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "umask": (_umask, os.umask),
     "signal handlers": (_signals, _set_signals),
     "garbage collection": (_collection, _set_collection),
-    "level of disabled logging": (lambda: logging.root.manager.disable, logging.disable),
+    "disabled logging": (_silencing, _set_silencing),
     "recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
+    "thread switch interval": (sys.getswitchinterval, sys.setswitchinterval),
+    "exception hooks": _attributes(_HOOKS),
+    "trace and profile functions": (_tracers, _set_tracers),
+    "standard streams": _attributes(_STREAMS),
+    "warnings raised as errors": (_warning_filters, _set_warning_filters),
+    "locale": (lambda: locale.setlocale(locale.LC_ALL), lambda name: locale.setlocale(locale.LC_ALL, name)),
 }
 """How to read a setting, and how to put it back. Reading all of them takes about 50 µs, most of it for the umask."""
 
