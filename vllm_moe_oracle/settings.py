@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from .core.env_vars import ENV_PREFIX, meant_variable
+from .core.env_vars import ENV_PREFIX, is_meant_section, meant_variable
 from .core.env_vars import env_var as env_var
 from .core.field_checks import check_value
 from .core.overrides import Override, parse_overrides
@@ -69,20 +69,20 @@ def _why_no_times(chosen: Settings, moe_backend: str | None) -> str:
 
 
 def _why_no_choice(chosen: Settings, moe_backend: str | None) -> str:
+    # `--moe-backend` names one, too, but not for layers of every format.
     leaves_some = chosen.on_unavailable == "fallback" or any(each.backend == AUTO for each in chosen.overrides)
     named = chosen.backend != AUTO and not leaves_some
     return f"{chosen.source('backend')} names the backend of every layer" if named else ""
 
 
 def _why_nothing_is_named(chosen: Settings, moe_backend: str | None) -> str:
-    names = (chosen.backend, moe_backend, *(each.backend for each in chosen.overrides))
-    return "no backend is chosen by name" if all(each == AUTO for each in names) else ""
+    return "" if chosen.names_backends or moe_backend != AUTO else "no backend is named, neither to run nor not to run"
 
 
 _TIMES = Need("where `use_measurements` is 0", _why_no_times)
 _CHOICE = Need("where `backend` names one, `on_unavailable` is error, and no override says auto", _why_no_choice)
 _NAMED = Need(
-    "where nothing names a backend: `backend`, `overrides`, --moe-backend",
+    "where nothing names a backend: `backend`, `overrides`, `disable`, --moe-backend",
     _why_nothing_is_named,
     "Name a backend, or leave it out",
 )
@@ -129,7 +129,8 @@ def _choice(words: Any, default: str, help: str, **marks: Any) -> Any:
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The user's settings. `sources` has the origin of each one that is not at its default, `misspelled` an error for
-    each name of others that is nearly a setting's."""
+    each key of ``--additional-config`` that is nearly ours, and `similar_variables` one for each such variable, which
+    may be another program's."""
 
     enabled: bool = _flag(True, "use the plugin; 0 leaves vLLM unchanged", startup_only=True, shared=True)
     force: bool = _flag(
@@ -137,8 +138,8 @@ class Settings:
     )
     strict: bool = _flag(
         False,
-        "raise an error instead of standing down, and for settings without effect: those that this table says, names "
-        "that are nearly a setting's, overrides that decide no layer, and a profile that cannot be read",
+        "raise an error instead of standing down, and for settings without effect: those that this table says, keys "
+        "that are nearly ours, overrides that decide no layer, and a profile that cannot be read",
         startup_only=True,
         shared=False,
     )
@@ -285,6 +286,7 @@ class Settings:
     )
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     misspelled: tuple[SettingError, ...] = field(default=(), compare=False)
+    similar_variables: tuple[SettingError, ...] = field(default=(), compare=False)
 
     @property
     def names_backends(self) -> bool:
@@ -324,7 +326,7 @@ def without_effect(settings: Settings, moe_backend: str | None = None) -> tuple[
     """
     if not settings.enabled:
         return ()
-    found = list(settings.misspelled)
+    found = [*settings.misspelled, *settings.similar_variables]
     for name, each in FIELDS.items():
         value = getattr(settings, name)
         if value == each.default or value is False or (name, value) == ("measure_at_start", 0):
@@ -354,13 +356,17 @@ def _unknown_setting(name: str, valid: list[str], where: str) -> SettingError:
     return SettingError(f"unknown setting {name!r}", f"{did_you_mean(name, valid)}Valid are {', '.join(valid)}", where)
 
 
-def _misspelled_names(environment: Mapping[str, str], additional_config: object) -> Iterator[SettingError]:
-    """Errors for names of others that are nearly those of our settings. Nothing is said of an unknown word, nor of a
-    key whose value the setting of that name could not take."""
-    where = "--additional-config"
+def _similar_variables(environment: Iterable[str]) -> Iterator[SettingError]:
+    """Errors for variables of others that are nearly those of our settings."""
     for key in sorted(environment):
         if not key.startswith(ENV_PREFIX) and (meant := meant_variable(key, tuple(FIELDS))):
             yield SettingError(f"{key!r} is no variable of a setting", f"Did you mean {meant}?", "environment")
+
+
+def _misspelled_keys(additional_config: object) -> Iterator[SettingError]:
+    """Errors for keys that are nearly our section, or a setting outside of it. Nothing is said of an unknown word, nor
+    of a key whose value the setting of that name could not take."""
+    where = "--additional-config"
     for key, value in additional_config.items() if isinstance(additional_config, Mapping) else ():
         if key == CONFIG_SECTION or not isinstance(key, str):
             continue
@@ -369,7 +375,7 @@ def _misspelled_names(environment: Mapping[str, str], additional_config: object)
                 FIELDS[key].metadata["read"](value, where)
                 remedy = f'Did you mean {{"{CONFIG_SECTION}": {{"{key}": ...}}}}?'
                 yield SettingError(f"the key {key!r} is not read outside of {CONFIG_SECTION!r}", remedy, where)
-        elif meant_variable(key, tuple(FIELDS)):
+        elif is_meant_section(key) or meant_variable(key, tuple(FIELDS)):
             yield SettingError(f"the key {key!r} is not read", f'Did you mean {{"{CONFIG_SECTION}": ...}}?', where)
 
 
@@ -431,8 +437,8 @@ def load(
         if name not in FIELDS:
             raise _unknown_setting(name, sorted(FIELDS), prefix.rstrip(" ."))
         put(name, word, options.get(name, f"{prefix}{name}"))
-    misspelled = tuple(_misspelled_names(variables_here, additional_config))
-    return Settings(**values, sources=sources, misspelled=misspelled)
+    similar, misspelled = tuple(_similar_variables(variables_here)), tuple(_misspelled_keys(additional_config))
+    return Settings(**values, sources=sources, similar_variables=similar, misspelled=misspelled)
 
 
 def is_strict(environment: Mapping[str, str] | None = None) -> bool:

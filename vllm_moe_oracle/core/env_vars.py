@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from difflib import SequenceMatcher
-from functools import lru_cache
+from functools import cache
 
 ENV_PREFIX = "MOE_ORACLE_"
 
@@ -17,30 +17,38 @@ def env_var(name: str) -> str:
     return ENV_PREFIX + name.upper()
 
 
-@lru_cache(maxsize=1024)
+@cache  # an environment may have thousands of names, and settings are read for every layer
 def meant_variable(word: str, names: tuple[str, ...]) -> str:
-    """The variable of a setting, or the beginning of all, for which a word is a slip: ``MOEORACLE_BACKEND``,
-    ``moe-orcale``. "" for any other word, such as the variables that Kubernetes makes of a service's name
+    """The variable of a setting for which a word is a slip, such as ``MOEORACLE_BACKEND``, or the beginning of all for
+    ``MOE_ORACLE`` alone. "" for any other word, such as the variables that Kubernetes makes of a service's name
     (``VLLM_MOE_ORACLE_PORT``).
 
     Args:
         word: a variable's name, or a key's.
         names: the settings.
     """
-    beginning, word = _letters(ENV_PREFIX), _letters(word).removeprefix("vllm")
-    if _is_slip(word, beginning):
+    letters = _letters(word)
+    if letters == _BEGINNING:
         return f"{ENV_PREFIX}..."
+    letters = letters.removeprefix("vllm")
     for name in names:
-        if word.endswith(_letters(name)) and _is_slip(word.removesuffix(_letters(name)), beginning):
+        if letters.endswith(_letters(name)) and _is_slip(letters.removesuffix(_letters(name)), _BEGINNING):
             return env_var(name)
-    rest = word.removeprefix(beginning)
-    meant = [name for name in names if rest != word and _is_slip(rest, _letters(name))]
+    rest = letters.removeprefix(_BEGINNING)
+    meant = [name for name in names if rest != letters and _is_slip(rest, _letters(name))]
     return env_var(meant[0]) if meant else ""
+
+
+def is_meant_section(key: str) -> bool:
+    """Whether a key of ``--additional-config`` is a slip for this plugin's section: ``moe_orcale``, ``moe-oracle``."""
+    return _is_slip(_letters(key), _BEGINNING)
 
 
 def _letters(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
+
+_BEGINNING = _letters(ENV_PREFIX)
 
 _SLIP = 0.85
 """Similarity of a word and its misspelling: ``moeorcale`` has 0.89. ``oracle``, which other products are called, has
@@ -48,4 +56,6 @@ _SLIP = 0.85
 
 
 def _is_slip(word: str, meant: str) -> bool:
-    return SequenceMatcher(None, word, meant).ratio() >= _SLIP
+    # Most words are much longer or shorter, which alone bounds the similarity.
+    matcher = SequenceMatcher(None, word, meant)
+    return matcher.real_quick_ratio() >= _SLIP and matcher.quick_ratio() >= _SLIP and matcher.ratio() >= _SLIP

@@ -71,13 +71,14 @@ def list_without_effect(settings: Settings, moe_backend: str | None, registry: R
         registry: the backends.
 
     Raises:
-        SettingError: there is such a setting, and the setting `strict` is on.
+        SettingError: there is such a setting, and the setting `strict` is on. Variables that may be another program's
+            are never an error.
     """
     found = [*without_effect(settings, moe_backend)]
     if settings.enabled:
         found += _disabled_choices(settings, moe_backend or AUTO, registry, "--moe-backend")
-    if found and settings.strict:
-        raise found[0]
+    if settings.strict and (certain := [each for each in found if each not in settings.similar_variables]):
+        raise certain[0]
     return [str(each) for each in found]
 
 
