@@ -210,6 +210,18 @@ def test_an_expert_in_16_bits_among_quantized_ones_is_refused(format: str, tmp_p
     assert error.where.endswith(", model.layers.1.mlp.experts")
 
 
+@pytest.mark.parametrize("others", [("gate_proj.weight", "up_proj.weight"), ("weight_scale",)])
+def test_an_expert_with_another_tensor_is_not_in_16_bits(others: tuple[str, ...], tmp_path: Path) -> None:
+    """A matrix of another dtype than its format's is named with its tensor where the files are read."""
+
+    def edit(tensors: Tensors) -> None:
+        start = "model.layers.1.mlp.experts.2."
+        for name in [each for each in tensors if each.startswith(start) and not each.endswith(others)]:
+            tensors[name] = tensors[name].to(torch.bfloat16)
+
+    assert len(find(with_tensors(write(tmp_path / "model"), edit)).problems) == 2
+
+
 # --- Files that are not there -----------------------------------------------------------------------------------------
 
 

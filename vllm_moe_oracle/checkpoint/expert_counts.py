@@ -207,8 +207,8 @@ def _difference(found: ExpertTensors, numbers: set[int], field: str, is_complete
         return rule, _or_set(others, field, other)
     if not found.numbers:
         return None
-    if 0 < len(found.plain) < len(found.numbers):
-        rule = f"the files hold {_numbered(sorted(found.plain))} in 16 bits, and others of the layer quantized"
+    if found.quantized and (plain := sorted(found.numbers - found.quantized)):
+        rule = f"the files hold {_numbered(plain)} in 16 bits, and others of the layer quantized"
         return rule, "vLLM takes one format for all experts of a layer: quantize all of them, or none"
     held = f"the files hold {_experts(len(found.numbers))}, and the config says {expected}"
     more, fewer = sorted(found.numbers - numbers), sorted(numbers - found.numbers)

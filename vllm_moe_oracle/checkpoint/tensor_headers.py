@@ -141,13 +141,13 @@ class ExpertTensors:
     Attributes:
         kinds: see `TensorKinds`.
         numbers: the experts that have tensors of their own, besides biases.
-        plain: those of them that have a matrix in 16 bits or more.
+        quantized: those of them that have another tensor than a matrix in 16 bits or more, such as a scale.
         counts: how many experts the tensors have that hold those of all.
     """
 
     kinds: set[tuple[str, str]] = field(default_factory=set)
     numbers: set[int] = field(default_factory=set)
-    plain: set[int] = field(default_factory=set)
+    quantized: set[int] = field(default_factory=set)
     counts: set[int] = field(default_factory=set)
 
     @property
@@ -161,8 +161,8 @@ class ExpertTensors:
         first, _, others = rest.partition(".")
         if others and first.isdecimal() and first.isascii() and len(first) <= _MAX_DIGITS:
             self.numbers.add(int(first))
-            if _is_plain(kind):
-                self.plain.add(int(first))
+            if not _is_plain(kind):
+                self.quantized.add(int(first))
         elif first in _ALL_EXPERTS and tensor.shape:
             self.counts.add(tensor.shape[0])
 
