@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.quantization import config_notes, parse_config
+from vllm_moe_oracle.quantization.compressed_tensors import group_format
 from vllm_moe_oracle.quantization.types import GATED_PROJECTIONS, LayerNames, describe_format
 
 PROJECTIONS = GATED_PROJECTIONS[0]
@@ -128,3 +130,43 @@ def test_the_name_of_the_experts_module_means_nothing_and_a_note_says_so(field: 
     assert note.startswith(f"config.json, quantization_config.{field}: '{module}' has no effect")
     without = config([f"{module}.0.{name}" for name in PROJECTIONS], ["Linear", "re:.*experts"])
     assert not list(config_notes(without, "x")) and describe_format(None) == by_us(without, module, "")
+
+
+STRATEGIES = {
+    "channel": {"strategy": "channel", "dynamic": False},
+    "token": {"strategy": "token", "dynamic": True},
+    "tensor": {"strategy": "tensor", "dynamic": False},
+    "group": {"strategy": "group", "dynamic": True},
+    "": {},
+}
+BOOLEANS = ("yes", "NO", "True", "f", "On", "off", "t", "n", "y", "1", "0", " yes", "", "maybe", 1, 0, 1.0, 0.0, 2, [])
+VALUES = [
+    *(("group_size", value, each) for value in (0, 0.0, 32, 32.0, 32.5, -1.0, -2, "0", "32") for each in STRATEGIES),
+    *(
+        ("num_bits", value, "token")
+        for value in (8.0, "8", "8.0", " 8 ", "+8", "08", "4", 8.5, "8.5", "8e0", "abc", [8])
+    ),
+    *(("symmetric", value, "token") for value in BOOLEANS),
+    *(("dynamic", value, "") for value in (1, 0, 1.0, 0.0, "yes", 2, [])),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "strategy"), VALUES)
+def test_values_mean_what_the_library_makes_of_them(field: str, value: Any, strategy: str) -> None:
+    part = {"num_bits": 8, "type": "float"} | STRATEGIES[strategy] | {field: value}
+    group = {"weights": MX8, "input_activations": MX8 | {"dynamic": True}}
+    try:
+        taken = QuantizationArgs.model_validate(part)
+    except (ValueError, TypeError):
+        if field in ("num_bits", "symmetric"):
+            with pytest.raises(CheckpointError, match=f"{field} is "):
+                group_format(group | {"input_activations": part}, "", "x")
+        return
+    plain = {"num_bits": taken.num_bits, "symmetric": taken.symmetric, "dynamic": taken.dynamic}
+    plain |= {
+        "type": "float",
+        "strategy": QuantizationStrategy(taken.strategy).value,
+        "group_size": taken.group_size or None,
+    }
+    for name in group:
+        assert group_format(group | {name: part}, "", "x") == group_format(group | {name: plain}, "", "x")

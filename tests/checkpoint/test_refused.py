@@ -154,7 +154,7 @@ UNKNOWN = {"model_type": "other_moe"}
         ({"quantization_config": {"quant_method": "modelopt", "quantization": 1}}, "quantization is 1, not an object"),
         ({"quantization_config": MODELOPT | {"quant_algo": "MIXED_PRECISION"}}, "needs an object quantized_layers"),
         ({"quantization_config": mixed(a="")}, "quantized_layers.a has no quant_algo"),
-        ({"quantization_config": compressed(group({"num_bits": "8"}))}, "num_bits is '8'"),
+        ({"quantization_config": compressed(group({"num_bits": "8e0"}))}, "num_bits is '8e0'"),
         ({"quantization_config": compressed(group(CT_MXFP8, [1]))}, r"input_activations is \[1\]"),
         ({"quantization_config": {"quant_method": "gptq", "group_size": 128}}, "bits is missing"),
         ({"quantization_config": {"quant_method": "gptq", "bits": "4"}}, "bits is '4', neither a positive integer"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -268,10 +269,11 @@ class _Args:
             raise CheckpointError(f"config_groups: {name} is {short_repr(part)}, not an object", where=where)
         place = f"{where}, config_groups, {name}"
         reject_nulls(part, ("num_bits", "type", "symmetric", "dynamic"), place)
+        part = _as_validated(part)
         strategy, size = read_string(part, "strategy", where), part.get("group_size")
         if strategy == "group" and size is None:
             raise CheckpointError("strategy group has no group_size", "State how many weights share a scale", place)
-        if size == 0 and strategy == "channel":  # the library takes it for none
+        if size == 0 and strategy not in ("", "group", "tensor_group"):  # the library takes it for none
             size = None
         elif size is not None:
             size = read_integer(part, "group_size", where)
@@ -293,6 +295,30 @@ class _Args:
         sign = "" if self.symmetric else "asymmetric "
         words = f"{sign}{self.bits}-bit {self.type}, strategy {self.strategy}, group_size {self.group_size}, {how}"
         return f"{words}, scale_dtype {self.scale_dtype or None}"
+
+
+_BOOLEANS: dict[object, bool] = dict.fromkeys((1, "1", "true", "t", "yes", "y", "on"), True)
+_BOOLEANS |= dict.fromkeys((0, "0", "false", "f", "no", "n", "off"), False)
+_WHOLE_NUMBER = re.compile(r"\s*\+?(\d{1,6})(?:\.0+)?\s*", re.ASCII)
+
+
+def _as_validated(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A part with integers and booleans as the library's model (pydantic) makes them of other values: 8 of 8.0 and
+    "8", true of 1 and "yes". Sizes of groups it compares with -1 first, and fails at a string; a string in ``dynamic``
+    is a word. What it refuses stays as it is."""
+    found = dict(part)
+    for name in ("num_bits", "group_size"):
+        if isinstance(value := part.get(name), float) and value.is_integer():
+            found[name] = int(value)
+    bits, symmetric, dynamic = (part.get(name) for name in ("num_bits", "symmetric", "dynamic"))
+    if isinstance(bits, str) and (match := _WHOLE_NUMBER.fullmatch(bits)):
+        found["num_bits"] = int(match[1])
+    if isinstance(symmetric, str | int | float):
+        word = symmetric.lower() if isinstance(symmetric, str) else symmetric
+        found["symmetric"] = _BOOLEANS.get(word, symmetric)
+    if isinstance(dynamic, int | float):
+        found["dynamic"] = _BOOLEANS.get(dynamic, dynamic)
+    return found
 
 
 def group_format(group: Mapping[str, Any], common_layout: object, where: str) -> ExpertFormat:
