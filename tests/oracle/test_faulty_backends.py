@@ -163,6 +163,14 @@ def test_an_answer_that_is_changed_later_stays_as_it_was() -> None:
     assert plan.hidden_size == LAYER.hidden_size
 
 
+def test_a_verdict_that_is_changed_later_stays_as_it_was() -> None:
+    kept = Rejected((Reason("test", "it is a test"),))
+    answer = registry([strange("check", lambda: kept)])["strange"].check(LAYER, CPU)
+    assert answer == kept
+    change(kept.reasons[0], "detail", "it is another test")
+    assert answer == Rejected((Reason("test", "it is a test"),))
+
+
 class Trap:
     """An attribute that raises when it is read."""
 

@@ -251,17 +251,17 @@ problem."""
 
 
 _FIELDS: dict[type, tuple[str, ...]] = {
-    kind: tuple(each.name for each in dataclasses.fields(kind))
+    kind: tuple(inspect.signature(kind).parameters)
     for module in (decision_module, problem_module)
     for kind in vars(module).values()
-    if inspect.isclass(kind) and dataclasses.is_dataclass(kind)
+    if inspect.isclass(kind) and (dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct))
 }
-"""The fields of the dataclasses that backends get and return."""
+"""The fields of the dataclasses and of the verdicts that backends get and return."""
 
 
 def _copied(value: Any) -> Any:
-    """A value without a part that somebody else can change: dataclasses, and the tuples and dictionaries in them, are
-    copied. Values of other types stay themselves."""
+    """A value without a part that somebody else can change: dataclasses, verdicts, and the tuples and dictionaries in
+    them, are copied. Values of other types stay themselves."""
     kind: Any = type(value)
     if kind in _FIELDS:
         return kind(**{name: _copied(getattr(value, name)) for name in _FIELDS[kind]})
