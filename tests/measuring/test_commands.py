@@ -13,9 +13,11 @@ import pytest
 
 from tests.lib.cases import problem
 from tests.lib.cli import Run
+from tests.lib.configs import AUTO_ROUND, quantized
 from tests.lib.fake_backends import FAST, HERE, LAYERS, SLOW, TOKEN_COUNTS, Slowed
 from tests.lib.golden_decisions import device_of
 from vllm_moe_oracle.backends.emulation import Emulation
+from vllm_moe_oracle.checkpoint.ranks import Ranks
 from vllm_moe_oracle.cli import layer_arguments
 from vllm_moe_oracle.cli.commands import bench as bench_command
 from vllm_moe_oracle.core.problem import Problem, Scheme
@@ -135,7 +137,7 @@ def tuned(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable
 
     def use(layers: list[Problem], *words: Any) -> tuple[Any, list[str]]:
         measured.clear()
-        monkeypatch.setattr(layer_arguments, "resolve_problems", lambda *arguments: dict.fromkeys(layers, ""))
+        monkeypatch.setattr(layer_arguments, "resolve_problems", lambda *arguments: {each: {""} for each in layers})
         return run("tune", "a/model", *words, "--set", f"cache={tmp_path}"), measured
 
     monkeypatch.setattr(layer_arguments, "require_gpu", lambda _: device_of(100))
@@ -158,6 +160,30 @@ def test_what_is_left_to_stock_is_not_tuned(tuned: Callable[..., tuple[Any, list
     named = ("--set", "backend=marlin_mxfp4", "--set", "allow_activation_quantization=1")
     result, measured = tuned(declared, *named)
     assert result.status == 0 and measured == [each.layer for each in declared] and "stock" not in result.err
+
+
+def test_named_models_are_tuned_before_the_shapes(tuned: Callable[..., tuple[Any, list[str]]]) -> None:
+    """A budget may end before all of the shapes are measured."""
+    shapes = [each.layer for each in model_shapes.served_problems()]
+    own = problem(layer="model.layers.3.mlp.experts")
+    _, measured = tuned([own, model_shapes.served_problems()[-1]], "--shapes")
+    assert measured[:2] == [own.layer, shapes[-1]]
+    assert len(measured) > 3 and measured[2:] == [each for each in shapes[:-1] if each in measured]
+
+
+@pytest.mark.usefixtures("tuned")
+def test_a_layer_of_two_models_is_left_to_stock_in_any_order(run: Run, tmp_path: Path) -> None:
+    """vLLM reads AutoRound's integers by other rules than GPTQ's: here stock vLLM is known not to run the latter."""
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+    models = [tmp_path / "gptq.json", tmp_path / "auto-round.json"]
+    for path, quantization in zip(models, (gptq, AUTO_ROUND), strict=True):
+        path.write_text(json.dumps(quantized(hidden_size=200, quantization_config=quantization)))
+    resolved = layer_arguments.resolve_problems([str(each) for each in models], Ranks())
+    assert {*map(frozenset, resolved.values())} == {frozenset(("gptq", "inc"))}
+    cache = ("--set", f"cache={tmp_path}")
+    one, other = (run("tune", *each, *cache) for each in (models, models[::-1]))
+    assert (one.status, one.out, one.err) == (other.status, other.out, other.err)
+    assert "not measured, left to stock vLLM, if stock vLLM can run it" in one.err
 
 
 def test_tune_fails_where_no_one_runs_a_layer(tuned: Callable[..., tuple[Any, list[str]]]) -> None:

@@ -240,7 +240,7 @@ def test_without_gpus_what_ended_the_process_is_not_met_again(
     monkeypatch.setenv("TEST_ENDING", "1")
     pretend()
     monkeypatch.setattr(layer_arguments, "require_gpu", lambda elsewhere: HERE)
-    monkeypatch.setattr(layer_arguments, "resolve_problems", lambda *arguments: dict.fromkeys(TWO[:1], ""))
+    monkeypatch.setattr(layer_arguments, "resolve_problems", lambda *arguments: {TWO[0]: {""}})
     options = ("--tokens", ",".join(map(str, TOKEN_COUNTS)), "--routing", "uniform", "--replays", 3, "--tiles", 0)
     chosen = ("--set", f"cache={tmp_path}", "--set", "objective=1:1,160:1")
     words = ("tune", "pretended", *options, *chosen, "--json")

@@ -27,9 +27,10 @@ from .output import write_error_text
 
 def resolve_problems(
     models: Sequence[str], ranks: Ranks, quantization: str = "", dtype: str = AUTO, ragged_shards: bool = False
-) -> dict[Problem, str]:
+) -> dict[Problem, set[str]]:
     """The layers that arguments name: by a checkpoint's folder or config.json, ``SCHEME:SHAPE[@tpN]``, or a shape's
-    name in all formats in which it is served. Each with vLLM's name of its checkpoint's quantization; "" without one.
+    name in all formats in which it is served. Each with vLLM's names of its checkpoints' quantization, of which two may
+    have equal layers; "" for one that no checkpoint has.
 
     Args:
         models: the arguments.
@@ -44,7 +45,7 @@ def resolve_problems(
     ranks.check()
     asked, machine = read_dtype_option(dtype), detect.detect()
     tp, dp, ep = ranks.tp, ranks.dp, ranks.ep
-    found: dict[Problem, str] = {}
+    found: dict[Problem, set[str]] = {}
     for word in models:
         if not word.strip():
             raise MeasurementError(
@@ -68,7 +69,7 @@ def resolve_problems(
             for each in (*layers.problems, *layers.mtp_problems):
                 if error := dtype_refusal(each, layers.method, machine):
                     raise error
-                found[each] = layers.method
+                found.setdefault(each, set()).add(layers.method)
             continue
         if ep:
             rule = f"{word!r} names a layer whose experts are all on one rank"
@@ -87,7 +88,8 @@ def resolve_problems(
             named = _served_formats(word, tp)
         else:
             raise _unknown_name(word)
-        found |= {each if asked == AUTO else dataclasses.replace(each, dtype=asked): "" for each in named}
+        for each in named:
+            found.setdefault(each if asked == AUTO else dataclasses.replace(each, dtype=asked), set()).add("")
     if not found:
         raise MeasurementError("there are no layers to measure")
     return found

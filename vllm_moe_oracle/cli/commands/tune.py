@@ -202,7 +202,7 @@ def _named_problems(
     dtype: str,
     tiles: int,
     settings: Settings,
-) -> dict[Problem, str]:
+) -> dict[Problem, set[str]]:
     """The layers to measure, as `layer_arguments.resolve_problems` gives them.
 
     Raises:
@@ -218,30 +218,34 @@ def _named_problems(
             raise MeasurementError(rule, "Leave it out, or name a model", useless[0])
     if tiles < 0:
         raise MeasurementError(f"{tiles} tile configurations are not possible", "Give 0 or more", "--tiles")
-    found = dict.fromkeys(model_shapes.served_problems(), "") if shapes else {}
-    if models:
-        found |= layer_arguments.resolve_problems(models, ranks, quantization, dtype, settings.ragged_shards)
+    found: dict[Problem, set[str]] = {}
+    if models:  # measured first: a budget may end before the shapes
+        found = layer_arguments.resolve_problems(models, ranks, quantization, dtype, settings.ragged_shards)
+    for each in model_shapes.served_problems() if shapes else ():
+        found.setdefault(each, set()).add("")
     return found
 
 
-def _without_stocks(named: Mapping[Problem, str], device: Device, settings: Settings) -> list[Problem]:
-    """The layers as they are served, without those that a server leaves to stock vLLM, for which times decide nothing;
-    a note says why."""
+def _without_stocks(named: Mapping[Problem, set[str]], device: Device, settings: Settings) -> list[Problem]:
+    """The layers as they are served, without those that a server of each checkpoint leaves to stock vLLM, for which
+    times decide nothing; a note says why."""
     measured: list[Problem] = []
     left: dict[str, list[str]] = {}
     registry = default_registry()
-    for read, method in named.items():
-        problem, to_stock = layer_arguments.apply_settings(read, settings), ""
+    for read, methods in named.items():
+        problem = layer_arguments.apply_settings(read, settings)
+        reasons: list[str] = []
         if asks_stock(problem, device, settings, registry):
             try:
                 decide(problem, device, settings)
             except NoBackendError:
                 declared = problem.with_activations(read.scheme.activations)
-                to_stock = left_to_stock(problem, choose_stock(declared, device, registry, method=method))
-        if to_stock:
-            left.setdefault(to_stock, []).append(problem.layer)
-        else:
+                stocks = [choose_stock(declared, device, registry, method=each) for each in sorted(methods)]
+                reasons = [left_to_stock(problem, stock) for stock in stocks]
+        if not reasons or "" in reasons:
             measured.append(problem)
+        for reason in filter(None, dict.fromkeys(reasons)):
+            left.setdefault(reason, []).append(problem.layer)
     for to_stock, names in left.items():
         _print_note(f"{compact_layer_names(names)}: not measured, {to_stock}")
     return measured
