@@ -112,6 +112,27 @@ def gathered(group: RankGroup, make: Any) -> Any:
         return {"message": str(error), "seconds": time.monotonic() - begin}
 
 
+def one_raises_while_another_is_silent(processes: Any, folder: str) -> Any:
+    group = RankGroup(processes, 600.0)
+    all_gather(group, "before", lambda: 1)
+    if group.rank == 0:
+        return gloo_ranks.wait_for_result(1, folder)
+
+    def make() -> None:
+        raise MemoryError("no room for it")
+
+    begin = time.monotonic()
+    try:
+        all_gather(group, "the check", make)
+    except MemoryError:
+        return time.monotonic() - begin
+
+
+def test_a_rank_that_raises_does_not_wait_for_a_silent_one(tmp_path: Path) -> None:
+    _, seconds = gloo_ranks.run(one_raises_while_another_is_silent, 2, tmp_path, str(tmp_path))
+    assert seconds is not None and seconds < 30  # it tells the other for 5 s at most
+
+
 def one_dies(processes: Any, when: str) -> Any:
     group = RankGroup(processes, 60.0)
     all_gather(group, "before", lambda: 1)
