@@ -6,7 +6,6 @@ import pytest
 import vllm._custom_ops  # noqa: F401  # loads the library
 
 from vllm_moe_oracle.testing import test_outputs
-from vllm_moe_oracle.testing.cases import one_thread  # noqa: F401  # a fixture for all tests here
 
 
 @pytest.mark.parametrize("name", ["cpu_dequantized", "cpu_mxfp4"])

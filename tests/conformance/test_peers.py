@@ -9,7 +9,6 @@ import pytest
 from vllm_moe_oracle.measuring import peers
 from vllm_moe_oracle.oracle.registry import Registry, default_registry
 from vllm_moe_oracle.testing import cases, test_conversion, test_declarations, test_outputs
-from vllm_moe_oracle.testing.cases import one_thread  # noqa: F401  # a fixture for all tests here
 
 CLASSES = {each.name: each for each in peers.peer_classes()}
 LEFT_OUT = {

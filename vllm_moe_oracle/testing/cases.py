@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -33,15 +32,6 @@ _SIZES = ((256, 256), (320, 192))
 """Hidden and intermediate sizes: multiples of every tile, and multiples of 64 that most kernels must pad."""
 
 EXPERTS, TOP_K = 16, 2
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors here are small: threads only get into each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def registry() -> Registry:

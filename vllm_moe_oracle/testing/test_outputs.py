@@ -12,7 +12,7 @@ from ..backends import Backend
 from ..core.problem import Device
 from ..errors import BackendDefect, OracleError
 from ..measuring.random_weights import convert_experts
-from .cases import about, backend_names, distinct, each_value_once, one_thread, registry  # noqa: F401  # a fixture
+from .cases import about, backend_names, distinct, each_value_once, registry
 from .loud_experts import Case, faults, loud_case, small_layer, usual_cases
 
 ON_CPU = [name for name in backend_names() if "cpu" in registry()[name].capabilities.devices]
