@@ -15,6 +15,7 @@ from vllm_moe_oracle.core.problem import Activation, Problem, Scheme
 from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.oracle.registry import Registry, default_registry
 from vllm_moe_oracle.testing import cases, test_conversion, test_outputs
+from vllm_moe_oracle.testing.bit_trace import ORDERS
 from vllm_moe_oracle.testing.loud_experts import loud_case, small_layer
 
 CPU = known_device("cpu")
@@ -103,6 +104,16 @@ def test_it_is_seen_behind_other_activations(activation: Activation, scheme: Sch
         with pytest.raises(AssertionError, match="the output is not the reference's"):
             test_outputs.compare_outputs(Faulty(FAULTS[name]), case, CPU)
             pytest.fail(f"{name} is not seen")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_three_elements_or_more_of_each_tensor_are_changed(scheme: Scheme) -> None:
+    layer = layer_of(scheme)  # with biases, and zero points where the scheme has them: as many tensors as any
+    given = cases.expert(layer)
+    samples = test_conversion._samples(layer, given, {}, torch.Generator().manual_seed(0))
+    for key in (key for key in given if not key.endswith(ORDERS)):
+        assert len({each.element for each in samples if each.key == key}) >= 3, key
+    assert len(samples) <= len(test_conversion._CODES)  # others would never be changed
 
 
 def test_a_failure_says_where_the_number_is() -> None:

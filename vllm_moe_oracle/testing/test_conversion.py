@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -29,9 +30,10 @@ from .cases import (
 
 BACKENDS = backend_names()
 
-_CODES = [code for code in range(1 << 6) if code.bit_count() == 3]
-"""In which of six conversions an element changes. Bytes that change with several elements change in more than three
-conversions, which is the code of none."""
+_TURNS = 7
+_CODES = [code for code in range(1 << _TURNS) if code.bit_count() == 3]
+"""In which of seven conversions an element changes: 35 codes, for four elements of each of eight tensors. Bytes that
+change with several elements change in more than three conversions, which is the code of none."""
 
 _PURE = "`convert` must compute its tensors from the expert's alone, and write to no tensor that it gets"
 _LAYOUT = (
@@ -155,15 +157,18 @@ def _samples(
 ) -> list[_Sample]:
     """Bits of different elements, of each tensor as many: of those that a trace has found nowhere, or of all."""
     keys = [key for key in given if not key.endswith(ORDERS)]
-    found = []
+    count = len(_CODES) // len(keys)
+    found: list[_Sample] = []
     for key in keys:
-        width = 8 * given[key].element_size()
+        width, changed = 8 * given[key].element_size(), given[key].clone()
         bits = _least_found(traces[key]) if traces else torch.arange(width * given[key].numel())
         if len(bits):
-            chosen = torch.randint(len(bits), (len(_CODES) // len(keys),), generator=generator)
+            # More than needed: some are of one element, or of a weight that is 0.
+            chosen = torch.randint(len(bits), (8 * count,), generator=generator)
             elements = {index: bit for index, bit in (divmod(int(each), width) for each in bits[chosen])}
-            found += [_Sample(key, index, bit) for index, bit in elements.items()]
-    return [each for each in found if _change(layer, each, given[each.key].clone())]
+            samples = (_Sample(key, index, bit) for index, bit in elements.items())
+            found += itertools.islice((each for each in samples if _change(layer, each, changed)), count)
+    return found
 
 
 def _least_found(trace: BitTrace) -> Tensor:
@@ -181,7 +186,7 @@ def _lost_elements(
 ) -> list[_Sample]:
     """Samples whose change changes nothing in the kernel's tensors.
 
-    Each one changes in three of six conversions, and some byte must change in these three and in no other. Those for
+    Each one changes in three of seven conversions, and some byte must change in these three and in no other. Those for
     which there is none, such as neighbors that one byte depends on, are changed alone.
     """
 
@@ -197,7 +202,7 @@ def _lost_elements(
     words = torch.cat([bits_of(each) for each in plain.values()])
     patterns = torch.zeros_like(words)
     coded = list(zip(samples, _CODES, strict=False))
-    for turn in range(6):
+    for turn in range(_TURNS):
         made = convert(changed([each for each, code in coded if code >> turn & 1]))
         patterns |= (torch.cat([bits_of(each) for each in made.values()]) != words).to(torch.uint8) << turn
     unseen = [each for each, code in coded if not (patterns == code).any()]
