@@ -1,4 +1,5 @@
-"""Settings without effect in a server: a warning, or with the setting `strict` the end of the start."""
+"""Settings without effect in a server: a warning, or with the setting `strict` the end of the start; names that may be
+another program's are a warning alone."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from tests.lib.method_layers import EXPERTS, HIDDEN, INNER, Layer, created, moe_
 from vllm_moe_oracle.errors import SettingError
 
 IN_VAIN: list[tuple[dict[str, str], dict[str, Any], str]] = [
-    ({"MOEORACLE_BACKEND": "emulation"}, {}, "Did you mean MOE_ORACLE_BACKEND?"),
     ({}, {"on_unavailable": "fallback"}, "--additional-config moe_oracle.on_unavailable: has no effect"),
     ({"MOE_ORACLE_USE_MEASUREMENTS": "0"}, {"objective": "decode"}, "moe_oracle.objective: has no effect"),
 ]
@@ -35,3 +35,13 @@ def test_a_warning_or_the_end_of_the_start(
         with pytest.raises(SettingError) as caught:
             created(config, Layer())
         assert words in str(caught.value)
+
+
+def test_a_variable_that_may_be_anothers_is_a_warning_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MOEORACLE_BACKEND", "emulation")
+    monkeypatch.setenv("MOE_ORACLE_STRICT", "1")
+    with moe_config({}, EXPERTS, HIDDEN, INNER) as config, caplog.at_level(logging.WARNING, "vllm.moe_oracle"):
+        created(config, Layer())
+    assert "Did you mean MOE_ORACLE_BACKEND?" in caplog.text

@@ -373,9 +373,7 @@ DRILLS: Mapping[str, Drill] = {
         {
             "no method serves it": edit(_METHOD, '{"quark": None}', '{"quark_of_old": None}'),
             "the replaced class has another name": edit(_METHOD, ':QuarkOCP_MX_MoEMethod",', ':QuarkMoEMethod",'),
-            "declared activations are dropped": edit(
-                _READER, 'activations="mxfp4" if inputs is not None else "16bit"', 'activations="16bit"'
-            ),
+            "declared activations are dropped": edit(_READER, '"16bit" if inputs is None else "mxfp4"', '"16bit"'),
             "the scale's format is not looked at": edit(_READER, '!= "e8m0":', '== "none":'),
         },
         ("tests/methods/test_declarations.py", "tests/checkpoint/test_mxfp4_configs.py -k 'quark or another_format'"),
