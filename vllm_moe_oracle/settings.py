@@ -98,6 +98,7 @@ def _setting(
     of_rank_0: bool = False,
     startup_only: bool = False,
     needs: tuple[Need, ...] = (),
+    off: object = None,
 ) -> Any:
     """A field of `Settings`.
 
@@ -111,14 +112,15 @@ def _setting(
         of_rank_0: it changes the order of the backends that may run, and all ranks take the order of rank 0.
         startup_only: it takes effect before an engine has an ``--additional-config``.
         needs: without which of other settings it has no effect.
+        off: the value that switches it off, which is never in vain; None if there is none.
     """
-    metadata = {"read": read, "help": help, "metavar": metavar, "shared": shared, "needs": needs}
+    metadata = {"read": read, "help": help, "metavar": metavar, "shared": shared, "needs": needs, "off": off}
     return field(default=default, metadata=metadata | {"of_rank_0": of_rank_0, "startup_only": startup_only})
 
 
 def _flag(default: bool, help: str, **marks: Any) -> Any:
     """A field of `Settings` that is on or off; see `_setting`."""
-    return _setting(default, read_boolean, help, "0|1", **marks)
+    return _setting(default, read_boolean, help, "0|1", off=False, **marks)
 
 
 def _choice(words: Any, default: str, help: str, **marks: Any) -> Any:
@@ -227,6 +229,7 @@ class Settings:
         "SECONDS",
         shared=True,
         needs=(_TIMES, _CHOICE),
+        off=0.0,
     )
     objective: str = _setting(
         "balanced",
@@ -329,7 +332,7 @@ def without_effect(settings: Settings, moe_backend: str | None = None) -> tuple[
     found = [*settings.misspelled, *settings.similar_variables]
     for name, each in FIELDS.items():
         value = getattr(settings, name)
-        if value == each.default or value is False or (name, value) == ("measure_at_start", 0):
+        if value in (each.default, each.metadata["off"]):
             continue
         missing = ((need, need.missing(settings, moe_backend)) for need in each.metadata["needs"])
         need, why = next(((need, why) for need, why in missing if why), (None, ""))

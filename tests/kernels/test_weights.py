@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +17,7 @@ from vllm_moe_oracle.kernels import fused_moe as fm  # noqa: E402
 from vllm_moe_oracle.kernels import heuristic, launch_config  # noqa: E402
 from vllm_moe_oracle.kernels import weights as kernel_weights  # noqa: E402
 from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are small: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+from vllm_moe_oracle.testing.conftest import one_thread  # noqa: E402, F401  # a fixture
 
 
 def stored(case: Case, layer: Layer) -> kernel_weights.PackedWeights:

@@ -5,7 +5,6 @@ Layers are measured as in a server, in a process beside this one, on the CPU. Ea
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -490,12 +489,17 @@ def test_two_servers_at_once_share_one_cache(only: Callable[..., None], tmp_path
     assert sum("is measured for up to" in log.read_text() for _, log in servers) == 1
 
 
-@contextlib.contextmanager
-def measuring(folder: Path) -> Iterator[Any]:
-    """Another process has the lock of a start that measures."""
+@pytest.fixture
+def other(
+    only: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that has the lock of a start that measures with the cache; beside it, this one must not measure."""
+    only("slow", "fast")
+    caplog.set_level(logging.INFO, "vllm.moe_oracle")
+    monkeypatch.setattr(tuning.worker_pool, "run_tasks", refuse_to_measure)
     code = "import fcntl, os, sys, time\ndescriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)\n"
     code += "fcntl.flock(descriptor, fcntl.LOCK_EX)\nprint('locked', flush=True)\ntime.sleep(1000)\n"
-    lock = folder / f".measuring-{detect.device_id()}.lock"
+    lock = tmp_path / f".measuring-{detect.device_id()}.lock"
     with subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "locked\n"
         try:
@@ -505,28 +509,24 @@ def measuring(folder: Path) -> Iterator[Any]:
 
 
 def test_a_start_reads_what_it_has_waited_for(
-    only: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    other: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its process is killed, which frees the lock."""
-    only("slow", "fast")
-    caplog.set_level(logging.INFO, "vllm.moe_oracle")
-    monkeypatch.setattr(tuning.worker_pool, "run_tasks", refuse_to_measure)
-    with measuring(tmp_path) as other:
 
-        def finish(words: str) -> None:
-            times = {"slow": 200.0, "fast": 100.0}
-            samples = [
-                Sample(name, BACKENDS[name].activations(LAYER), count, "uniform", us, us, us, 20)
-                for name, us in times.items()
-                for count in COUNTS
-            ]
-            Store(tmp_path).add(Environment.of(detect.detect()), kernel_shape_of(LAYER), samples)
-            other.kill()
-            said.append(words)
+    def finish(words: str) -> None:
+        times = {"slow": 200.0, "fast": 100.0}
+        samples = [
+            Sample(name, BACKENDS[name].activations(LAYER), count, "uniform", us, us, us, 20)
+            for name, us in times.items()
+            for count in COUNTS
+        ]
+        Store(tmp_path).add(Environment.of(detect.detect()), kernel_shape_of(LAYER), samples)
+        other.kill()
+        said.append(words)
 
-        said: list[str] = []
-        monkeypatch.setattr(at_start, "_log_wait", finish)
-        (decision,) = start(asked(tmp_path))
+    said: list[str] = []
+    monkeypatch.setattr(at_start, "_log_wait", finish)
+    (decision,) = start(asked(tmp_path))
     assert (decision.backend, decision.why) == ("fast", "measured") and not caplog.messages
     (words,) = said
     assert words.startswith(f"waiting up to {BUDGET} s: ") or words.startswith(f"waiting up to {BUDGET - 1} s: ")
@@ -534,15 +534,11 @@ def test_a_start_reads_what_it_has_waited_for(
 
 
 def test_a_start_that_has_waited_long_enough_keeps_its_choice(
-    only: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    other: subprocess.Popen[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    only("slow", "fast")
-    caplog.set_level(logging.INFO, "vllm.moe_oracle")
-    monkeypatch.setattr(tuning.worker_pool, "run_tasks", refuse_to_measure)
-    with measuring(tmp_path) as other:
-        begin = time.monotonic()
-        (decision,) = start(asked(tmp_path, 1.0))
-        assert time.monotonic() - begin < 20
+    begin = time.monotonic()
+    (decision,) = start(asked(tmp_path, 1.0))
+    assert time.monotonic() - begin < 20
     assert (decision.backend, decision.why) == ("slow", "static")
     waits, ends = caplog.messages
     assert waits.startswith("moe_oracle: waiting up to 1 s: ")

@@ -6,10 +6,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.lib import wna16_product as product
 from tests.lib.cases import CPU, problem
@@ -24,18 +22,10 @@ from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.settings import Settings
+from vllm_moe_oracle.testing.conftest import one_thread  # noqa: F401  # a fixture
 
 CELLS = list(product.cells())
 KERNELS = {backend.name for backend in default_registry().for_scheme("wna16")} - {"emulation"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other on busy cores take a hundred times longer than these small products."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The environment variables of settings: how every remedy names a setting."""
+"""The environment variables of settings: how every remedy names a setting, and of which names they are misspelled."""
 
 from __future__ import annotations
 

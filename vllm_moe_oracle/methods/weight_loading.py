@@ -22,8 +22,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..core.problem import Problem
 from ..core.sharding import shard_size
 from ..errors import CheckpointError
-from ..schemes._checks import SHAPE_REMEDY, dtype_name, packed_bytes
-from ..schemes._mx import FLOAT_SCALE_DTYPES, e8m0_from_float, takes_float_scales
+from ..schemes._checks import SHAPE_REMEDY, dtype_name
+from ..schemes._mx import as_parameter
 from . import rank_sync
 
 if TYPE_CHECKING:
@@ -223,10 +223,7 @@ def validated_tensor(
     """
     where = _place_words(problem, weight_name, shard_id, expert_id)
     if parameter.dtype == torch.uint8:
-        is_scale = "scale" in weight_name.rpartition(".")[2]
-        tensor = packed_bytes(tensor, is_scale)
-        if is_scale and tensor.dtype in FLOAT_SCALE_DTYPES and takes_float_scales(problem):
-            tensor = e8m0_from_float(tensor, where)
+        tensor = as_parameter(tensor, "scale" in weight_name.rpartition(".")[2], problem, where)
     both_wide_floats = (
         parameter.dtype.itemsize > 1 and parameter.dtype.is_floating_point and tensor.dtype.is_floating_point
     )

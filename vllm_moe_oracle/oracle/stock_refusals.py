@@ -1,6 +1,7 @@
 """With which error stock vLLM ends after it has chosen a kernel for a layer. Servers ask, and so does `stock_choice`.
 
-Words behind the name of an error of vLLM's own are those of the machine's release, up to a parenthesis.
+A refusal that begins with the name of an exception of vLLM's code quotes its message in the machine's release, up to a
+parenthesis. One that begins with RuntimeError tells an error of torch or of an operator in this package's words.
 """
 
 from __future__ import annotations

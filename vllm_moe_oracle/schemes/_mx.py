@@ -20,6 +20,7 @@ from ._checks import (
     dtype_name,
     first_place,
     largest_weight,
+    packed_bytes,
     require_biases_within,
     require_finite,
     require_loaded,
@@ -294,6 +295,28 @@ def takes_float_scales(problem: Problem) -> bool:
     """Whether vLLM takes scales of the layer's experts as numbers, too: those of ``quant_method: mxfp4`` and of
     DeepSeek-V4, which have one method."""
     return problem.scheme.name == "mxfp4" and problem.scheme.packing == "mxfp4"
+
+
+def as_parameter(tensor: Tensor, is_scale: bool, problem: Problem, where: str) -> Tensor:
+    """A file's tensor of codes or scales as vLLM's uint8 parameters hold it.
+
+    Args:
+        tensor: from a checkpoint; any shape.
+        is_scale: it holds scales.
+        problem: the layer.
+        where: the place, for messages.
+
+    Returns:
+        uint8 of the same shape for e8m0 scales, for those that are stored as numbers where vLLM takes them so, and for
+        pairs of e2m1 codes; any other tensor as it is.
+
+    Raises:
+        CheckpointError: as by `e8m0_from_float`.
+    """
+    tensor = packed_bytes(tensor, is_scale)
+    if is_scale and tensor.dtype in FLOAT_SCALE_DTYPES and takes_float_scales(problem):
+        return e8m0_from_float(tensor, where)
+    return tensor
 
 
 def e8m0_from_float(scales: Tensor, where: str) -> Tensor:

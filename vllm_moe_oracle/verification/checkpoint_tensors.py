@@ -31,8 +31,8 @@ from ..layouts.byte_views import cat_bytes
 from ..quantization.types import GATED_PROJECTIONS, UNGATED_PROJECTIONS, LayerNames
 from ..schemes import _wna16_checkpoint as wna16_files
 from ..schemes import _wna16_parameters as wna16_parameters
-from ..schemes._checks import dtype_name, packed_bytes, refuse_bias
-from ..schemes._mx import FLOAT_SCALE_DTYPES, e8m0_from_float, takes_float_scales
+from ..schemes._checks import dtype_name, refuse_bias
+from ..schemes._mx import as_parameter
 from ..untrusted import boundary
 
 _MAX_FILES = 4096
@@ -423,7 +423,7 @@ class StoredExperts:
             wna16_files.check_checkpoint_tensor(tensor, suffix, which, self._one(), packing, where)
             return
         bias, codes = suffix == "_bias", suffix == ""
-        tensor = tensor if bias else self._as_codes(tensor, not codes, where)
+        tensor = tensor if bias else as_parameter(tensor, not codes, self.problem, where)
         shape = self._module.shapes(self._one())[canonical][1:]
         if not self.projections:  # all experts; the 16 bytes of a block of codes are a dimension of their own
             shape = (
@@ -445,13 +445,6 @@ class StoredExperts:
             rule = f"it has shape {list(tensor.shape)}, expected {list(shape)}"
             raise CheckpointError(rule, "The file belongs to another model or format than its config", where)
 
-    def _as_codes(self, tensor: Tensor, is_scale: bool, where: str) -> Tensor:
-        """A file's tensor of MX codes or scales as a server's parameters hold it; see `weight_loading`."""
-        tensor = packed_bytes(tensor, is_scale)
-        if is_scale and tensor.dtype in FLOAT_SCALE_DTYPES and takes_float_scales(self.problem):
-            return e8m0_from_float(tensor, where)
-        return tensor
-
     def _read(self, index: int, problem: Problem, names: Mapping[str, Shards]) -> dict[str, Tensor]:
         """An expert's parameters as vLLM's loaders would fill them from tensors of these names, read by the scheme."""
         if problem.scheme.name == "wna16":
@@ -464,7 +457,7 @@ class StoredExperts:
                 part = self._read_part(name, canonical, shard, index)
                 where = f"{self.problem.layer}, expert {index}, {self.files.stored(name)}"
                 is_bias, is_scale = canonical.endswith("_bias"), canonical.endswith("_scale")
-                parts.append(part if is_bias else self._as_codes(part, is_scale, where))
+                parts.append(part if is_bias else as_parameter(part, is_scale, self.problem, where))
             joined = cat_bytes(parts)
             if joined.dtype.is_floating_point and joined.dtype.itemsize > 1:
                 joined = joined.to(getattr(torch, problem.dtype))
